@@ -1,0 +1,259 @@
+"""The public face: check → choose → plan → quantize → attend."""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .attend.dense import attend_dense
+from .autocast import as_autocast, without_autocast
+from .backends import AUTO, DENSE, Choice, choose, host
+from .blockplan import BlockPlan
+from .call import Call
+from .check import check_call, check_plan
+from .plan.rows import sampled_error as _sampled_error
+from .recipe import Recipe
+from .record import note
+from .run import run_attend, run_attention, tokens_of
+from .tokenmask import as_4d
+
+T = TypeVar("T")
+CallFacts = tuple[bool, str, float, str]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    block_mask: Tensor | None = None,
+    backend: str = AUTO,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Sparse attention in place of `F.scaled_dot_product_attention`.
+
+    query `[B, Hq, Lq, D]`, key `[B, Hk, Lk, D]`, value `[B, Hk, Lk, Dv]`; names and meaning are
+    SDPA's. `attn_mask` and `is_causal` may be given together; both then apply.
+    causal_align: where the diagonal lies when Lq != Lk: `"top_left"` (SDPA) or `"bottom_right"`
+    (the queries are the last of the keys: KV cache, chunked prefill).
+    recipe: how much to keep and in what precision; None is the default recipe.
+    block_mask: bool, broadcastable to `[B, Hq, n_q, n_k]`: exactly these blocks are computed.
+    backend: `"auto"` may route to dense attention where that is faster; a name is obeyed or
+    refused, never replaced.
+
+    Returns a tensor of the input dtype, or `(out, lse)` with the natural-log LSE `[B, Hq, Lq]`.
+    """
+    query, key, value = as_autocast(query, key, value)
+    call = check_call(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        block_mask=block_mask,
+        backend=backend,
+        return_lse=return_lse,
+    )
+    mask, blocks = as_4d(attn_mask), as_4d(block_mask)
+    dense = call.needs_grad and choose(host(), call, backend).backend == DENSE
+    if torch.compiler.is_compiling() and dense:
+        # torch's own gradient; the one case that cannot be recorded
+        tokens = tokens_of(call, mask)
+        out, lse = attend_dense(
+            query, key, value, tokens, scale=call.scale, need_lse=call.return_lse
+        )
+    elif torch.compiler.is_compiling() or is_fake(query) or (call.needs_grad and not dense):
+        out, lse, *_ = torch.ops.sparge.attention(
+            query, key, value, mask, blocks, *call_facts(call), return_lse, call.needs_grad, backend
+        )
+    else:
+        # The same work without the dispatcher, whose cost short calls would feel.
+        done = run_attention(query, key, value, mask, blocks, call, backend=backend)
+        note(done.run)
+        out, lse = done.out, done.lse
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def make_plan(
+    query: Tensor,
+    key: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    block_mask: Tensor | None = None,
+    backend: str = AUTO,
+) -> BlockPlan:
+    """The first half of `attention`: which key blocks each query block will read."""
+    query, key = as_autocast(query, key)
+    call = check_call(
+        _detached(query),
+        _detached(key),
+        None,
+        attn_mask=_detached(attn_mask),
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        block_mask=block_mask,
+        backend=backend,
+        planning=True,
+    )
+    mask = as_4d(_detached(attn_mask))
+    plan = torch.ops.sparge.plan(
+        query.detach(), key.detach(), mask, as_4d(block_mask), *call_facts(call), backend
+    )
+    return ops.plan_of_tensors(plan, call, mask)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BlockPlan,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str | None = None,
+    recipe: Recipe | None = None,
+    backend: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """The second half of `attention`: `(out, lse)` over the blocks of a plan.
+
+    The plan knows its diagonal; `is_causal` and `causal_align` may be left out and must agree
+    if given. Of the recipe, precision and pv_skip matter here.
+    """
+    query, key, value = as_autocast(query, key, value)
+    call = check_call(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=getattr(plan, "is_causal", False),
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=getattr(plan, "causal_align", "top_left"),
+        recipe=recipe,
+        backend=backend,
+        return_lse=True,
+    )
+    check_plan(plan, call, query.device, is_causal=is_causal, causal_align=causal_align)
+    if not (torch.compiler.is_compiling() or is_fake(query) or call.needs_grad):
+        mask = as_4d(attn_mask)
+        done = run_attend((query, key, value), plan, mask, call, backend=backend)
+        return done.out, done.lse
+    facts = call_facts(call)
+    rest = (as_4d(attn_mask), plan.counts, plan.indices, plan.allowed, *facts)
+    if not call.recipe.quantized:
+        out, lse, _ = torch.ops.sparge.attend(query, key, value, *rest, backend)
+        return out, lse
+    codes = torch.ops.sparge.quantize(query, key, value, *facts, backend)
+    *q_and_k, v, v_scale, lse_shift = codes
+    v = v if call.recipe.precision == "int8-fast" else value
+    out, lse, _ = torch.ops.sparge.attend_quantized(
+        *q_and_k, v, v_scale, lse_shift, *rest, query.dtype, backend
+    )
+    return out, lse
+
+
+def sampled_error(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BlockPlan,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """What skipping costs, measured on a few exact rows of each query block: `[B, Hq]`.
+
+    Relative L1 between the output of those rows over the kept blocks and over all blocks.
+    """
+    query, key, value = as_autocast(query, key, value)
+    call = check_call(
+        _detached(query),
+        _detached(key),
+        _detached(value),
+        attn_mask=attn_mask,
+        is_causal=getattr(plan, "is_causal", False),
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=getattr(plan, "causal_align", "top_left"),
+        recipe=recipe,
+    )
+    check_plan(plan, call, query.device)
+    tokens = tokens_of(call, as_4d(attn_mask))
+    with torch.no_grad(), without_autocast(call.device):
+        return _sampled_error(query, key, value, plan, tokens, scale=call.scale, recipe=call.recipe)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    block_mask: Tensor | None = None,
+    backend: str = AUTO,
+    return_lse: bool = False,
+) -> Choice:
+    """Which backend `attention` would run for these arguments, and why each other would not."""
+    query, key, value = as_autocast(query, key, value)
+    call = check_call(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        block_mask=block_mask,
+        backend=backend,
+        return_lse=return_lse,
+    )
+    return choose(host(), call, backend)
+
+
+def call_facts(call: Call) -> CallFacts:
+    return call.is_causal, call.causal_align, call.scale, call.recipe.to_json()
+
+
+def is_fake(x: Tensor) -> bool:
+    """A tensor without numbers, or of a class that wants to see the op."""
+    return type(x) not in (Tensor, torch.nn.Parameter)
+
+
+def _detached(x: T) -> T:
+    """A plan is a constant, so inputs that require grad are welcome in any precision."""
+    return cast(T, x.detach()) if isinstance(x, Tensor) else x

@@ -1,0 +1,73 @@
+"""Gradient of the unquantized precisions; the plan and the skipped row groups are constants.
+
+p  = exp(s - lse)                      the forward's probabilities, block by block
+dv = pᵀ · do
+ds = p ∘ (do · vᵀ - delta),  delta = rowsum(do ∘ out) - dlse
+dq = scale · ds · k,  dk = scale · dsᵀ · q
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..arithmetic import exp2
+from ..blockplan import BlockPlan
+from ..call import lse_dtype
+from ..geometry import BLOCK_Q, block_range
+from ..qtensor import Operands
+from ..recipe import Recipe, heads_of
+from ..scores import HeadScores
+from ..tokenmask import TokenMask
+from .reference import Tile, kept_blocks, walk
+
+
+def attend_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    plan: BlockPlan,
+    tokens: TokenMask,
+    *,
+    scale: float,
+    recipe: Recipe,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(grad_query, grad_key, grad_value)` in the caller's dtypes."""
+    work = lse_dtype(query.dtype)
+    q, k, v, do, o = (x.to(work) for x in (query, key, value, grad_out, out))
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (do * o).sum(-1) - grad_lse.to(work)
+    pv_skip = heads_of(recipe.pv_skip, query.shape[1], none=math.inf)
+    operands = Operands(query, key, value)
+    for b, h, i_q, kept in kept_blocks(plan):
+        rows = block_range(i_q, BLOCK_Q, tokens.Lq)
+        head = HeadScores(operands, tokens, b, h, scale=scale, precision=recipe.precision)
+        h_k = head.h_k
+        for cols, p in _probabilities(list(walk(head, rows, kept, pv_skip[h])), work):
+            dv[b, h_k, cols] += p.T @ do[b, h, rows]
+            dp = do[b, h, rows] @ v[b, h_k, cols].T
+            ds = p * (dp - delta[b, h, rows, None]) * scale
+            dq[b, h, rows] += ds @ k[b, h_k, cols]
+            dk[b, h_k, cols] += ds.T @ q[b, h, rows]
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def _probabilities(tiles: list[Tile], work: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """What the forward gave each block. Made anew from the scores: an LSE under a bias as low as
+    finfo.min has lost the digits that tell a row's keys apart."""
+    if not tiles:
+        return
+    row_max = tiles[-1].row_max
+    shift = torch.where(row_max == -math.inf, 0.0, row_max)[:, None]
+    weights = [
+        exp2(tile.scores - shift).masked_fill(tile.skip[:, None], 0.0).to(work) for tile in tiles
+    ]
+    row_sum = torch.stack([w.sum(1) for w in weights]).sum(0)[:, None]
+    for tile, weight in zip(tiles, weights, strict=True):
+        yield tile.cols, torch.where(row_sum == 0, 0.0, weight / row_sum)

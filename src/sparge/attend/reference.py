@@ -1,0 +1,171 @@
+"""Online softmax over the kept blocks, one query block of one head at a time; said plainly.
+
+    for each kept key block j, ascending:
+        s        = scores of the block, base 2                          [rows, keys]
+        skip     = all rows of a group of 16 stand pv_skip below their row_max
+        p        = 2^(s - new row_max), 0 where skipped
+        row_sum  = row_sum · 2^(old - new row_max) + Σ p
+        acc      = acc     · 2^(old - new row_max) + p · V
+    out = acc / row_sum,  lse = ln2 · (row_max + log2 row_sum) + what smoothing took
+
+Rows with nothing to attend give zeros and -inf. A row that is not finite, or keeps a block that
+is not, gives NaN: never a plausible number in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arithmetic import LN2, dot, exp2, fold_sum
+from ..blockplan import BlockPlan
+from ..call import half_dtype, lse_dtype
+from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range
+from ..qtensor import Operands, QTensor, finite_rows
+from ..recipe import Recipe, heads_of
+from ..scores import HeadScores, working
+from ..tokenmask import TokenMask
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kept block of one query block, on the way of the online softmax."""
+
+    cols: slice
+    scores: Tensor
+    old_max: Tensor
+    row_max: Tensor
+    skip: Tensor
+    """Rows, in whole groups, that the second filter skips."""
+    groups_skipped: int
+
+
+def attend(
+    operands: Operands,
+    plan: BlockPlan,
+    tokens: TokenMask,
+    *,
+    scale: float,
+    recipe: Recipe,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(out, lse, pv_skips)`; `dtype` is the caller's."""
+    B, Hq, Lq = operands.query.shape[:3]
+    device = plan.counts.device
+    out = torch.empty((B, Hq, Lq, operands.value.shape[3]), dtype=dtype, device=device)
+    lse = torch.empty((B, Hq, Lq), dtype=lse_dtype(dtype), device=device)
+    pv_skips = torch.zeros_like(plan.counts)
+    pv_skip = heads_of(recipe.pv_skip, Hq, none=math.inf)
+    finite_q, finite_k = finite_rows(operands.query), _finite_blocks(operands)
+    for b, h, i_q, kept in kept_blocks(plan):
+        rows = block_range(i_q, BLOCK_Q, Lq)
+        head = HeadScores(operands, tokens, b, h, scale=scale, precision=recipe.precision)
+        row_max, row_sum, acc, skipped = _online_softmax(head, rows, kept, pv_skip[h], dtype)
+        nothing = row_max == -math.inf
+        o = torch.where(nothing[:, None], 0.0, acc / row_sum[:, None] / _headroom(tokens.Lk))
+        row_lse = torch.where(nothing, -math.inf, (row_max + torch.log2(row_sum)) * LN2)
+        if operands.lse_shift is not None:
+            row_lse = row_lse + operands.lse_shift[b, h, rows]
+        broken = ~finite_q[b, h, rows] | ~finite_k[b, head.h_k, kept].all()
+        # A row whose every score overflowed has no maximum, yet it had something to attend.
+        if nothing.any():
+            broken |= nothing & _may_attend(tokens, b, h, rows, kept, device)
+        out[b, h, rows] = o.masked_fill(broken[:, None], math.nan).to(dtype)
+        lse[b, h, rows] = row_lse.masked_fill(broken, math.nan).to(lse.dtype)
+        pv_skips[b, h, i_q] = skipped
+    return out, lse, pv_skips
+
+
+def kept_blocks(plan: BlockPlan) -> Iterator[tuple[int, int, int, list[int]]]:
+    counts, indices = plan.counts.tolist(), plan.indices.tolist()
+    for b, heads in enumerate(counts):
+        for h, blocks in enumerate(heads):
+            for i_q, count in enumerate(blocks):
+                yield b, h, i_q, indices[b][h][i_q][:count]
+
+
+def walk(head: HeadScores, rows: slice, kept: list[int], pv_skip: float) -> Iterator[Tile]:
+    """The kept blocks in ascending order, each with the running maximum and the second filter."""
+    row_max = None
+    for i_k in kept:
+        cols = block_range(i_k, BLOCK_K, head.tokens.Lk)
+        scores = head.scores(rows, cols)
+        block_max = scores.amax(1)
+        old_max = torch.full_like(block_max, -math.inf) if row_max is None else row_max
+        row_max = torch.maximum(old_max, block_max)
+        # A block masked for a row lies infinitely low, but a filter that is off skips nothing.
+        low = ((old_max - block_max) * LN2 >= pv_skip) & (pv_skip < math.inf)
+        groups = F.pad(low, (0, -low.shape[0] % ROW_GROUP), value=True).unflatten(
+            0, (-1, ROW_GROUP)
+        )
+        skipped = groups.all(1)
+        skip = skipped.repeat_interleave(ROW_GROUP)[: low.shape[0]]
+        yield Tile(cols, scores, old_max, row_max, skip, int(skipped.sum()))
+
+
+def _online_softmax(
+    head: HeadScores, rows: slice, kept: list[int], pv_skip: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """`(row_max, row_sum, acc, row groups skipped)` of one query block; acc is of V · headroom."""
+    n, value = rows.stop - rows.start, head.operands.value
+    exact64 = head.precision == "exact" and dtype == torch.float64
+    work = torch.float64 if exact64 else torch.float32
+    row_max = torch.full((n,), -math.inf, dtype=work, device=value.device)
+    row_sum = torch.zeros_like(row_max)
+    acc = torch.zeros((n, value.shape[3]), dtype=work, device=value.device)
+    skipped = 0
+    for tile in walk(head, rows, kept, pv_skip):
+        row_max = tile.row_max
+        shift = torch.where(row_max == -math.inf, 0.0, row_max)
+        p = exp2(tile.scores - shift[:, None]).masked_fill(tile.skip[:, None], 0.0)
+        fade = exp2(tile.old_max - shift)
+        row_sum = row_sum * fade + fold_sum(p, dim=1)
+        acc = acc * fade[:, None] + _p_times_v(p, tile.cols, head, dtype)
+        skipped += tile.groups_skipped
+    return row_max, row_sum, acc, skipped
+
+
+def _p_times_v(p: Tensor, cols: slice, head: HeadScores, dtype: torch.dtype) -> Tensor:
+    """`p · V` of one block in the precision of the run, V scaled by the headroom."""
+    value, headroom = head.operands.value, _headroom(head.tokens.Lk)
+    if isinstance(value, QTensor):
+        codes = value.codes[head.b, head.h_k, cols].float()
+        scale = value.scale[head.b, head.h_k, cols.start // BLOCK_K] * headroom
+        # One scale per row and block: under a row's one far maximum, whole blocks would code as 0.
+        p_scale = p.amax(1, keepdim=True) / 255
+        p_codes = torch.where(p_scale > 0, p / p_scale, p).round()
+        # At most 255 · 127 · 64 < 2²⁴: exact in any order.
+        return (p_codes @ codes) * p_scale * scale
+    v = value[head.b, head.h_k, cols]
+    if head.precision == "exact":
+        return dot(p, working(v, "exact").T * headroom)
+    return dot(p.to(half_dtype(dtype)).float(), working(v, "half").T * headroom)
+
+
+def _headroom(Lk: int) -> float:
+    """A power of two by which V shrinks, so that a sum of Lk of its largest numbers is finite."""
+    return 2.0 ** -(Lk - 1).bit_length()
+
+
+def _finite_blocks(operands: Operands) -> Tensor:
+    """Key blocks whose keys and values are all finite, bool `[B, Hk, n_k]`."""
+    finite = finite_rows(operands.key) & finite_rows(operands.value)
+    pad = -finite.shape[2] % BLOCK_K
+    return F.pad(finite, (0, pad), value=True).unflatten(2, (-1, BLOCK_K)).all(-1)
+
+
+def _may_attend(
+    tokens: TokenMask, b: int, h: int, rows: slice, kept: list[int], device: torch.device
+) -> Tensor:
+    """Rows that have any pair to attend among the kept blocks."""
+    may = torch.zeros(rows.stop - rows.start, dtype=torch.bool, device=device)
+    for i_k in kept:
+        cols = block_range(i_k, BLOCK_K, tokens.Lk)
+        allowed, _ = tokens.region(b, h, rows, cols, device)
+        may |= torch.ones_like(may) if allowed is None else allowed.any(1)
+    return may

@@ -1,0 +1,29 @@
+"""Autocast: inputs are cast as SDPA casts them; inside, it must not touch exact arithmetic."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+# Named, because asking torch whether a device has autocast breaks a compiled graph before 2.11.
+_HAVE_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "xla")
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def autocasts(device: str) -> bool:
+    return device in _HAVE_AUTOCAST and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[None]:
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, the tensors in its dtype; otherwise as they are."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not autocasts(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in _CAST else x for x in tensors)

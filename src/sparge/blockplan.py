@@ -1,0 +1,288 @@
+"""NOUN which key blocks each query block reads. Prints itself, counts itself, goes to files.
+
+For every `(b, h, i_q)` a count and an ascending list of key-block indices, int32. A plan also
+knows the lengths and the causal diagonal it was made for, so it cannot be used with others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .files import replace_file
+from .geometry import BLOCK_K, BLOCK_Q, CAUSAL_ALIGNS, ROW_GROUP, block_sizes, n_blocks
+from .picture import draw
+from .tokenmask import EXCLUDED, OPEN, TokenMask, as_4d, check_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+FILE_FORMAT = "sparge.blockplan/1"
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """counts, allowed `[B, Hq, n_q]` and indices `[B, Hq, n_q, n_k]`, int32.
+
+    counts: blocks kept in each row; indices: those blocks, ascending, then -1.
+    allowed: blocks the row may attend at all, the whole that densities are counted over.
+    has_mask: made with an `attn_mask`, which must then be given to `attend` too.
+    """
+
+    counts: Tensor
+    indices: Tensor
+    allowed: Tensor
+    Lq: int
+    Lk: int
+    is_causal: bool = False
+    causal_align: str = "top_left"
+    has_mask: bool = False
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: Tensor,
+        *,
+        Lq: int,
+        Lk: int,
+        is_causal: bool = False,
+        causal_align: str = "top_left",
+        attn_mask: Tensor | None = None,
+    ) -> BlockPlan:
+        """The plan of a bool block mask `[B, Hq, n_q, n_k]`, less the blocks nothing may attend."""
+        _check_facts(Lq, Lk, is_causal, causal_align)
+        needed = (n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K))
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"a block mask must be bool, got {came}; write mask.bool()")
+        if mask.dim() != 4 or tuple(mask.shape[2:]) != needed:
+            raise ValueError(
+                f"a block mask for lengths {Lq} and {Lk} must have shape [B, Hq, {needed[0]}, "
+                f"{needed[1]}] (query blocks of {BLOCK_Q}, key blocks of {BLOCK_K} rows), "
+                f"got {tuple(mask.shape)}"
+            )
+        if attn_mask is not None:
+            weights = (mask.shape[0], mask.shape[1], Lq, Lk)
+            check_mask(attn_mask, weights, device=mask.device, dtypes=_MASK_DTYPES)
+        tokens = TokenMask(Lq, Lk, is_causal, causal_align, as_4d(attn_mask))
+        return plan_of(mask, tokens)
+
+    def to_mask(self) -> Tensor:
+        """The kept blocks as bool `[B, Hq, n_q, n_k]`."""
+        n_k = self.indices.shape[-1]
+        # Unused entries are -1; they land in an extra column that is cut off again.
+        where = torch.where(self.indices < 0, n_k, self.indices).long()
+        mask = torch.zeros(
+            (*self.indices.shape[:-1], n_k + 1), dtype=torch.bool, device=self.indices.device
+        )
+        return mask.scatter_(-1, where, True)[..., :n_k]
+
+    def to_flex(self) -> BlockMask:
+        """A FlexAttention `BlockMask` that computes the same pairs, compiled or eager.
+
+        Eager FlexAttention looks at the mask function alone, so that one knows the blocks too.
+        """
+        from torch.nn.attention.flex_attention import BlockMask
+
+        if self.has_mask:
+            raise ValueError(
+                "a plan made with attn_mask has no BlockMask equivalent here; make the plan "
+                "without it and put the mask into your own mask_mod"
+            )
+        kept = self.to_mask()
+        tokens = TokenMask(self.Lq, self.Lk, self.is_causal, self.causal_align)
+        whole = tokens.block_kinds(kept.device) == OPEN
+        offset, is_causal = tokens.offset, self.is_causal
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            block = kept[b, h, q // BLOCK_Q, k // BLOCK_K]
+            return block & (k <= q + offset) if is_causal else block
+
+        partial, full = _lists(kept & ~whole), _lists(kept & whole)
+        return BlockMask.from_kv_blocks(
+            partial[0],
+            partial[1].clamp(min=0),
+            full[0],
+            full[1].clamp(min=0),
+            BLOCK_SIZE=(BLOCK_Q, BLOCK_K),
+            mask_mod=mask_mod,
+            seq_lengths=(self.Lq, self.Lk),
+        )
+
+    @property
+    def density(self) -> float:
+        """Kept blocks / allowed blocks; 1.0 where nothing may be attended."""
+        allowed = int(self.allowed.sum())
+        return int(self.counts.sum()) / allowed if allowed else 1.0
+
+    def head_density(self) -> Tensor:
+        """Density of each head, `[B, Hq]` fp64."""
+        allowed = self.allowed.sum(-1).double()
+        return torch.where(allowed > 0, self.counts.sum(-1) / allowed, 1.0)
+
+    def row_groups(self) -> Tensor:
+        """Row groups of each query block, `[n_q]`: what the second filter counts in."""
+        sizes = block_sizes(self.Lq, BLOCK_Q, self.counts.device)
+        return (sizes + ROW_GROUP - 1) // ROW_GROUP
+
+    @property
+    def pv_groups(self) -> int:
+        """Row groups x kept blocks: the PV products that the second filter may skip."""
+        return int((self.counts * self.row_groups()).sum())
+
+    def pv_skipped(self, pv_skips: Tensor | None) -> float:
+        """Share of those products that the second filter skipped, `pv_skips` `[B, Hq, n_q]`."""
+        skips = 0 if pv_skips is None else int(pv_skips.sum())
+        return skips / self.pv_groups if skips else 0.0
+
+    def sparsity(self, pv_skips: Tensor | None = None) -> float:
+        """(skipped QK blocks + skipped PV blocks) / (2 · allowed blocks).
+
+        A block not kept counts in both; `pv_skips` `[B, Hq, n_q]` counts row groups skipped
+        inside kept blocks.
+        """
+        allowed = int(self.allowed.sum())
+        if not allowed:
+            return 0.0
+        skipped = allowed - int(self.counts.sum())
+        inside = 0.0 if pv_skips is None else float((pv_skips / self.row_groups()).sum())
+        return (2 * skipped + inside) / (2 * allowed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file; an existing one is replaced at once or not at all."""
+        from safetensors.torch import save
+
+        facts = {name: getattr(self, name) for name in _FACTS}
+        tensors = {name: getattr(self, name).cpu().contiguous() for name in _TENSORS}
+        data = save(tensors, metadata={"format": FILE_FORMAT, "plan": json.dumps(facts)})
+        replace_file(path, data)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BlockPlan:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FILE_FORMAT:
+                    raise ValueError(
+                        f"{path} is not a block plan this version reads: its format is "
+                        f"{metadata.get('format')!r}, needed is {FILE_FORMAT!r}"
+                    )
+                plan = cls(
+                    **{name: file.get_tensor(name) for name in _TENSORS},
+                    **json.loads(metadata["plan"]),
+                )
+            plan.validate(f"{path} is damaged: ")
+            return plan
+        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is damaged or not a block plan: {error}") from error
+
+    def validate(self, where: str = "") -> None:
+        """Raise unless facts, shapes, counts and lists agree; for plans that come from outside."""
+        _check_facts(self.Lq, self.Lk, self.is_causal, self.causal_align, self.has_mask, where)
+        n_q, n_k = n_blocks(self.Lq, BLOCK_Q), n_blocks(self.Lk, BLOCK_K)
+        shape = (*self.counts.shape[:2], n_q)
+        for name, needed in (("counts", shape), ("allowed", shape), ("indices", (*shape, n_k))):
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != needed or tensor.dtype != torch.int32:
+                raise ValueError(
+                    f"{where}{name} must be int32 of shape {needed} for lengths {self.Lq} and "
+                    f"{self.Lk}, got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+        used = torch.arange(n_k, device=self.counts.device) < self.counts[..., None]
+        within = torch.where(used, (self.indices >= 0) & (self.indices < n_k), self.indices == -1)
+        rising = (self.indices[..., 1:] > self.indices[..., :-1]) | ~used[..., 1:]
+        counted = (self.counts >= 0) & (self.counts <= self.allowed) & (self.allowed <= n_k)
+        if not (within.all() and rising.all() and counted.all()):
+            raise ValueError(
+                f"{where}each list must hold `count` ascending block indices below {n_k}, then -1, "
+                "and count at most `allowed`"
+            )
+        tokens = TokenMask(self.Lq, self.Lk, self.is_causal, self.causal_align)
+        may = tokens.block_kinds(self.counts.device) != EXCLUDED
+        most = may.sum(-1)
+        agrees = (self.allowed <= most) if self.has_mask else (self.allowed == most)
+        if not agrees.all() or (self.to_mask() & ~may).any():
+            raise ValueError(
+                f"{where}its diagonal (is_causal={self.is_causal}, {self.causal_align}) does not "
+                "allow the blocks that it keeps or counts"
+            )
+
+    def equal(self, other: BlockPlan) -> bool:
+        return all(getattr(self, name) == getattr(other, name) for name in _FACTS) and all(
+            torch.equal(getattr(self, name), getattr(other, name)) for name in _TENSORS
+        )
+
+    def picture(self, b: int = 0, h: int = 0, width: int = 32) -> str:
+        """One head drawn with query blocks downwards and key blocks across."""
+        tokens = TokenMask(self.Lq, self.Lk, self.is_causal, self.causal_align)
+        allowed = tokens.block_kinds(self.counts.device)[0, 0] != EXCLUDED
+        return draw(self.to_mask()[b, h], allowed, width)
+
+    def __str__(self) -> str:
+        B, Hq, n_q = self.counts.shape
+        causal = f", causal {self.causal_align}" if self.is_causal else ""
+        masked = ", token mask" if self.has_mask else ""
+        head = (
+            f"BlockPlan {B} x {Hq} heads, {self.Lq} queries x {self.Lk} keys "
+            f"({n_q} x {self.indices.shape[-1]} blocks){causal}{masked}, density {self.density:.3f}"
+        )
+        return f"{head}\nhead 0:\n{self.picture()}"
+
+    def __repr__(self) -> str:
+        return str(self).split("\n", 1)[0].join("<>")
+
+
+_MASK_DTYPES = (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_TENSORS = ("counts", "indices", "allowed")
+_FACTS = ("Lq", "Lk", "is_causal", "causal_align", "has_mask")
+
+
+def _check_facts(
+    Lq: int,
+    Lk: int,
+    is_causal: bool,
+    causal_align: str,
+    has_mask: bool = False,
+    where: str = "",
+) -> None:
+    for name, length in (("Lq", Lq), ("Lk", Lk)):
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"{where}{name} must be a whole number, got {length!r}")
+        if length < 1:
+            raise ValueError(f"{where}{name} must be at least 1, got {length}")
+    for name, flag in (("is_causal", is_causal), ("has_mask", has_mask)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{where}{name} must be True or False, got {flag!r}")
+    if causal_align not in CAUSAL_ALIGNS:
+        raise ValueError(
+            f"{where}causal_align must be one of {CAUSAL_ALIGNS}, got {causal_align!r}"
+        )
+
+
+def plan_of(kept: Tensor, tokens: TokenMask) -> BlockPlan:
+    """The plan of a bool map `[B, Hq, n_q, n_k]`; blocks that nothing may attend are dropped."""
+    may = (tokens.block_kinds(kept.device) != EXCLUDED).expand_as(kept)
+    counts, indices = _lists(kept & may)
+    facts: dict[str, Any] = {
+        "Lq": tokens.Lq,
+        "Lk": tokens.Lk,
+        "is_causal": tokens.is_causal,
+        "causal_align": tokens.causal_align,
+        "has_mask": tokens.attn_mask is not None,
+    }
+    return BlockPlan(counts, indices, may.sum(-1, dtype=torch.int32), **facts)
+
+
+def _lists(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts and ascending index lists, -1 behind them."""
+    counts = kept.sum(-1, dtype=torch.int32)
+    order = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
+    used = torch.arange(kept.shape[-1], device=kept.device) < counts[..., None]
+    return counts, torch.where(used, order, -1).to(torch.int32)

@@ -1,0 +1,56 @@
+"""NOUN one request with everything about it but its numbers; what backends are chosen by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .geometry import BLOCK_K, BLOCK_Q, n_blocks
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Call:
+    B: int
+    Hq: int
+    Hk: int
+    Lq: int
+    Lk: int
+    D: int
+    Dv: int
+    dtype: torch.dtype
+    device: str
+    scale: float
+    recipe: Recipe
+    is_causal: bool = False
+    causal_align: str = "top_left"
+    has_mask: bool = False
+    has_block_mask: bool = False
+    return_lse: bool = False
+    needs_grad: bool = False
+
+    @property
+    def n_q(self) -> int:
+        return n_blocks(self.Lq, BLOCK_Q)
+
+    @property
+    def n_k(self) -> int:
+        return n_blocks(self.Lk, BLOCK_K)
+
+    def __str__(self) -> str:
+        heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}/{self.Hk}"
+        lengths = f"{self.Lq}" if self.Lq == self.Lk else f"{self.Lq}x{self.Lk}"
+        dims = f"{self.D}" if self.Dv == self.D else f"{self.D}/{self.Dv}"
+        causal = f" causal {self.causal_align}" if self.is_causal else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"[{self.B}, {heads}, {lengths}, {dims}] {dtype} on {self.device}{causal}"
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def half_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit type an input runs in: its own if it is one, else bf16, which never overflows."""
+    return torch.float16 if dtype == torch.float16 else torch.bfloat16

@@ -1,0 +1,40 @@
+"""How sequences are cut into blocks. The same numbers on every backend and every chip."""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK_Q = 128
+"""Rows of a query block."""
+BLOCK_K = 64
+"""Rows of a key block."""
+ROW_GROUP = 16
+"""Consecutive query rows that the second filter judges together."""
+MAX_HEAD_DIM = 256
+CAUSAL_ALIGNS = ("top_left", "bottom_right")
+
+
+def n_blocks(length: int, block: int) -> int:
+    return (length + block - 1) // block
+
+
+def block_range(i_block: int, block: int, length: int) -> slice:
+    """The valid rows of one block; the tail block is shorter, padding never counts."""
+    return slice(i_block * block, min((i_block + 1) * block, length))
+
+
+def block_sizes(length: int, block: int, device: torch.device | None = None) -> torch.Tensor:
+    """Valid rows of every block, `[n]` int64."""
+    starts = torch.arange(0, length, block, device=device)
+    return (length - starts).clamp(max=block)
+
+
+def diagonal_offset(Lq: int, Lk: int, causal_align: str) -> int:
+    """Query row `i` stands at key position `i + offset`; a causal row sees keys up to there."""
+    return Lk - Lq if causal_align == "bottom_right" else 0
+
+
+def sampled_rows(n_valid: int, sample_rows: int) -> list[int]:
+    """Rows of a block that the `"rows"` predictor scores: evenly spaced, the last one included."""
+    r = min(sample_rows, n_valid)
+    return [(t + 1) * n_valid // r - 1 for t in range(r)]

@@ -1,0 +1,360 @@
+"""The stages as `torch.ops.sparge.*`, with fake kernels, so that a compiled graph holds them whole.
+
+A recipe travels as its JSON, a plan as its three tensors. What an op needs to know of a call it
+reads off its tensors again, at run time; the caller's mistakes were found before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import fakes
+from .attend.backward import attend_backward
+from .autocast import without_autocast
+from .blockplan import BlockPlan
+from .call import Call
+from .check import check_boundaries
+from .geometry import BLOCK_K, n_blocks
+from .qtensor import Operands, QTensor
+from .recipe import recipe_from_json
+from .record import note
+from .run import (
+    run_attend,
+    run_attention,
+    run_plan,
+    run_quantize,
+    run_varlen,
+    tokens_of,
+)
+
+_CALL = "bool is_causal, str causal_align, float scale, str recipe"
+_library = torch.library.Library("sparge", "DEF")
+_library.define(
+    f"plan(Tensor query, Tensor key, Tensor? attn_mask, Tensor? block_mask, {_CALL}, str backend)"
+    " -> (Tensor counts, Tensor indices, Tensor allowed)"
+)
+_library.define(
+    f"quantize(Tensor query, Tensor key, Tensor value, {_CALL}, str backend)"
+    " -> (Tensor q_codes, Tensor q_scale, Tensor k_codes, Tensor k_scale, Tensor v, Tensor v_scale,"
+    " Tensor lse_shift)"
+)
+_library.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor counts,"
+    f" Tensor indices, Tensor allowed, {_CALL}, str backend)"
+    " -> (Tensor out, Tensor lse, Tensor pv_skips)"
+)
+_library.define(
+    "attend_quantized(Tensor q_codes, Tensor q_scale, Tensor k_codes, Tensor k_scale, Tensor v,"
+    " Tensor v_scale, Tensor lse_shift, Tensor? attn_mask, Tensor counts, Tensor indices,"
+    f" Tensor allowed, {_CALL}, ScalarType dtype, str backend)"
+    " -> (Tensor out, Tensor lse, Tensor pv_skips)"
+)
+_library.define(
+    "attend_backward(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value,"
+    " Tensor out, Tensor? attn_mask, Tensor counts, Tensor indices, Tensor allowed,"
+    f" {_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+)
+_library.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? block_mask,"
+    f" {_CALL}, bool return_lse, bool needs_grad, str backend)"
+    " -> (Tensor out, Tensor lse, Tensor counts, Tensor indices, Tensor allowed)"
+)
+_library.define(
+    "attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
+    f" Tensor cu_seqlens_k, {_CALL}, bool return_lse, str backend) -> (Tensor out, Tensor lse)"
+)
+
+
+def call_of(
+    query: Tensor,
+    key: Tensor,
+    Dv: int,
+    is_causal: bool,
+    causal_align: str,
+    scale: float,
+    recipe: str,
+    *,
+    dtype: torch.dtype | None = None,
+    **facts: bool,
+) -> Call:
+    B, Hq, Lq, D = query.shape
+    return Call(
+        B=B,
+        Hq=Hq,
+        Hk=key.shape[1],
+        Lq=Lq,
+        Lk=key.shape[2],
+        D=D,
+        Dv=Dv,
+        dtype=dtype or query.dtype,
+        device=query.device.type,
+        scale=scale,
+        recipe=recipe_from_json(recipe),
+        is_causal=is_causal,
+        causal_align=causal_align,
+        **facts,
+    )
+
+
+def plan_of_tensors(
+    plan: tuple[Tensor, Tensor, Tensor], call: Call, attn_mask: Tensor | None
+) -> BlockPlan:
+    return BlockPlan(
+        *plan,
+        Lq=call.Lq,
+        Lk=call.Lk,
+        is_causal=call.is_causal,
+        causal_align=call.causal_align,
+        has_mask=attn_mask is not None,
+    )
+
+
+def _plan(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    block_mask: Tensor | None,
+    is_causal: bool,
+    causal_align: str,
+    scale: float,
+    recipe: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = call_of(
+        query,
+        key,
+        query.shape[3],
+        is_causal,
+        causal_align,
+        scale,
+        recipe,
+        has_mask=attn_mask is not None,
+        has_block_mask=block_mask is not None,
+    )
+    plan = run_plan(query, key, attn_mask, block_mask, call, backend=backend)
+    return plan.counts, plan.indices, plan.allowed
+
+
+def _quantize(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    causal_align: str,
+    scale: float,
+    recipe: str,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    call = call_of(query, key, value.shape[3], is_causal, causal_align, scale, recipe)
+    done = run_quantize(query, key, value, call, backend=backend)
+    assert isinstance(done.query, QTensor)
+    assert isinstance(done.key, QTensor)
+    assert done.lse_shift is not None
+    if isinstance(done.value, QTensor):
+        v, v_scale = done.value.codes, done.value.scale
+    else:
+        # An op may not return one of its inputs; V is read as it is.
+        v, v_scale = done.value.new_empty(0), done.lse_shift.new_empty(0)
+    tensors = (done.query.codes, done.query.scale, done.key.codes, done.key.scale, v, v_scale)
+    return (*(x.contiguous() for x in tensors), done.lse_shift)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    counts: Tensor,
+    indices: Tensor,
+    allowed: Tensor,
+    is_causal: bool,
+    causal_align: str,
+    scale: float,
+    recipe: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = call_of(query, key, value.shape[3], is_causal, causal_align, scale, recipe)
+    plan = plan_of_tensors((counts, indices, allowed), call, attn_mask)
+    done = run_attend(Operands(query, key, value), plan, attn_mask, call, backend=backend)
+    return done.out, done.lse, done.pv_skips
+
+
+def _attend_quantized(
+    q_codes: Tensor,
+    q_scale: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    lse_shift: Tensor,
+    attn_mask: Tensor | None,
+    counts: Tensor,
+    indices: Tensor,
+    allowed: Tensor,
+    is_causal: bool,
+    causal_align: str,
+    scale: float,
+    recipe: str,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    facts = (v.shape[3], is_causal, causal_align, scale, recipe)
+    call = call_of(q_codes, k_codes, *facts, dtype=dtype)
+    plan = plan_of_tensors((counts, indices, allowed), call, attn_mask)
+    operands = Operands(
+        QTensor(q_codes, q_scale, _rows_per_scale(q_codes, q_scale)),
+        QTensor(k_codes, k_scale, _rows_per_scale(k_codes, k_scale)),
+        QTensor(v, v_scale, BLOCK_K, per_channel=True) if v_scale.numel() else v,
+        lse_shift,
+    )
+    done = run_attend(operands, plan, attn_mask, call, backend=backend)
+    return done.out, done.lse, done.pv_skips
+
+
+def _rows_per_scale(codes: Tensor, scale: Tensor) -> int:
+    """The granularity, read off the shapes: 1, or the power of two that gives so many scales."""
+    rows = 1
+    while n_blocks(codes.shape[2], rows) > scale.shape[2]:
+        rows *= 2
+    return rows
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    attn_mask: Tensor | None,
+    counts: Tensor,
+    indices: Tensor,
+    allowed: Tensor,
+    is_causal: bool,
+    causal_align: str,
+    scale: float,
+    recipe: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = call_of(query, key, value.shape[3], is_causal, causal_align, scale, recipe)
+    if call.recipe.quantized or bool((counts < 0).any()):
+        raise ValueError(
+            f"no gradient: the forward ran {call.recipe.precision!r}, or dense attention chosen by "
+            "the op itself; use precision 'half' or 'exact' and name the backend"
+        )
+    plan = plan_of_tensors((counts, indices, allowed), call, attn_mask)
+    tokens = tokens_of(call, attn_mask)
+    saved = (grad_out, grad_lse, query, key, value, out)
+    with without_autocast(call.device):
+        return attend_backward(*saved, plan, tokens, scale=scale, recipe=call.recipe)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    block_mask: Tensor | None,
+    is_causal: bool,
+    causal_align: str,
+    scale: float,
+    recipe: str,
+    return_lse: bool,
+    needs_grad: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call = call_of(
+        query,
+        key,
+        value.shape[3],
+        is_causal,
+        causal_align,
+        scale,
+        recipe,
+        has_mask=attn_mask is not None,
+        has_block_mask=block_mask is not None,
+        return_lse=return_lse,
+        needs_grad=needs_grad,
+    )
+    done = run_attention(query, key, value, attn_mask, block_mask, call, backend=backend)
+    note(done.run)
+    _, lse, counts, indices, allowed = fakes.fake_attention(query, key, value)
+    if done.plan is not None:
+        counts, indices, allowed = done.plan.counts, done.plan.indices, done.plan.allowed
+    else:
+        counts.fill_(-1)  # dense attention has no plan, and so no gradient through this op
+    lse = lse if done.lse is None else done.lse
+    return done.out.contiguous(), lse, counts, indices, allowed
+
+
+def _attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    causal_align: str,
+    scale: float,
+    recipe: str,
+    return_lse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
+    q, k = (x.transpose(0, 1).unsqueeze(0) for x in (query, key))
+    facts = (value.shape[2], is_causal, causal_align, scale, recipe)
+    call = call_of(q, k, *facts, return_lse=return_lse)
+    out, lse = run_varlen(query, key, value, cuts, call, backend=backend)
+    return out, fakes.fake_attention_varlen(query, key, value)[1] if lse is None else lse
+
+
+def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    query, key, value, attn_mask, counts, indices, allowed, *ctx.facts, _ = inputs
+    out, _, pv_skips = output
+    ctx.mark_non_differentiable(pv_skips)
+    ctx.save_for_backward(query, key, value, out, attn_mask, counts, indices, allowed)
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    query, key, value, attn_mask, _, *ctx.facts, _, _, _ = inputs
+    out, _, *plan = output
+    ctx.mark_non_differentiable(*plan)
+    ctx.save_for_backward(query, key, value, out, attn_mask, *plan)
+
+
+def _grads(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.sparge.attend_backward(
+        grad_out, grad_lse, *ctx.saved_tensors, *ctx.facts
+    )
+    return grads
+
+
+def _attend_grad(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Any, ...]:
+    return (*_grads(ctx, grad_out, grad_lse), *(None,) * 9)
+
+
+def _attention_grad(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Any, ...]:
+    return (*_grads(ctx, grad_out, grad_lse), *(None,) * 9)
+
+
+_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "plan": (_plan, fakes.fake_plan),
+    "quantize": (_quantize, fakes.fake_quantize),
+    "attend": (_attend, fakes.fake_attend),
+    "attend_quantized": (_attend_quantized, fakes.fake_attend_quantized),
+    "attend_backward": (_backward, fakes.fake_backward),
+    "attention": (_attention, fakes.fake_attention),
+    "attention_varlen": (_attention_varlen, fakes.fake_attention_varlen),
+}
+for _name, (_impl, _fake) in _OPS.items():
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sparge::{_name}", _fake, lib=_library)
+torch.library.register_autograd(
+    "sparge::attend", _attend_grad, setup_context=_save_attend, lib=_library
+)
+torch.library.register_autograd(
+    "sparge::attention", _attention_grad, setup_context=_save_attention, lib=_library
+)

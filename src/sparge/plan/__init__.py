@@ -1,0 +1,29 @@
+"""VERB plan: which key blocks each query block will read."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..backends import Backend
+from ..blockplan import BlockPlan, plan_of
+from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ..recipe import Recipe
+from ..tokenmask import TokenMask
+
+
+def make_plan(
+    query: Tensor,
+    key: Tensor,
+    tokens: TokenMask,
+    *,
+    block_mask: Tensor | None,
+    scale: float,
+    recipe: Recipe,
+    backend: Backend,
+) -> BlockPlan:
+    """A block mask of the caller's is the plan; otherwise the backend predicts and selects."""
+    if block_mask is not None:
+        blocks = (n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K))
+        return plan_of(block_mask.expand(*query.shape[:2], *blocks), tokens)
+    stage = backend.stage("plan")
+    return stage.make_plan(query, key, tokens, scale=scale, recipe=recipe)

@@ -1,0 +1,149 @@
+"""Predict the attention mass of every block, then keep what matters; said plainly.
+
+    P̂[i, j] ≈ mass that query block i gives to key block j        [B, Hq, n_q, n_k], fp32
+      mean   softmax_j(scale · q̄_i · k̄_j + log(n_j / BLOCK_K)), without the columns that the
+             similarity judge distrusts
+      rows   exact mass, averaged over a few rows of the query block
+      blend  the average of both (no judge)
+    kept  = the fewest blocks, largest first, whose mass reaches τ; or a fraction of them
+          | all of a row or column whose pooled token says nothing | forced blocks
+
+A row whose prediction is not finite keeps every block it may attend.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arithmetic import LOG2E, dot, exp2, fold_sum, mean_over_rows
+from ..blockplan import BlockPlan, plan_of
+from ..geometry import BLOCK_K, BLOCK_Q, block_sizes, n_blocks
+from ..quantize.reference import smooth_keys
+from ..recipe import KeepAll, KeepFraction, Recipe, heads_of
+from ..tokenmask import EXCLUDED, TokenMask
+from .forced import forced_blocks
+from .rows import predict_rows
+
+# Products held at once while pooled tokens are scored: 16M fp32 numbers are 64 MB.
+_PRODUCTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class BlockStatistics:
+    """pooled: fp32 mean of the valid rows `[B, H, n, D]`; similarity `[B, H, n]` in [0, 1]."""
+
+    pooled: Tensor
+    similarity: Tensor
+
+
+def make_plan(
+    query: Tensor, key: Tensor, tokens: TokenMask, *, scale: float, recipe: Recipe
+) -> BlockPlan:
+    B, Hq = query.shape[:2]
+    may = tokens.block_kinds(query.device) != EXCLUDED
+    may = may.expand(B, Hq, *may.shape[2:])
+    if isinstance(recipe.keep, KeepAll):
+        return plan_of(may, tokens)
+    predicted, distrusted = predict(query, key, tokens, may, scale=scale, recipe=recipe)
+    unknown = ~torch.isfinite(predicted).all(-1, keepdim=True) | ~(predicted > 0).any(-1, True)
+    kept = select(predicted.nan_to_num(0.0, 0.0, 0.0), may, recipe)
+    forced = forced_blocks(tokens, recipe, query.device)
+    return plan_of(kept | unknown | distrusted | forced, tokens)
+
+
+def predict(
+    query: Tensor, key: Tensor, tokens: TokenMask, may: Tensor, *, scale: float, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """`(P̂, blocks that the similarity judge forces on)`, both `[B, Hq, n_q, n_k]`."""
+    distrusted = torch.zeros_like(may)
+    if recipe.predictor == "rows":
+        return predict_rows(query, key, tokens, may, scale=scale, recipe=recipe), distrusted
+    smooth, _ = smooth_keys(key)
+    of_q, of_k = block_statistics(query, BLOCK_Q), block_statistics(smooth, BLOCK_K)
+    trusted = may
+    if recipe.min_similarity is not None:
+        least = torch.tensor(
+            heads_of(recipe.min_similarity, query.shape[1], none=-1.0), device=query.device
+        )[:, None]
+        group = query.shape[1] // key.shape[1]
+        # `not >=` rather than `<`: a block that is not finite is never trusted.
+        odd_rows = ~(of_q.similarity >= least)
+        odd_columns = ~(of_k.similarity.repeat_interleave(group, dim=1) >= least)
+        distrusted = odd_rows[..., :, None] | odd_columns[..., None, :]
+        trusted = may & ~odd_columns[..., None, :]
+    mean = predict_mean(of_q.pooled, of_k.pooled, trusted, Lk=tokens.Lk, scale=scale)
+    if recipe.predictor == "mean":
+        return mean, distrusted
+    rows = predict_rows(query, key, tokens, may, scale=scale, recipe=recipe)
+    return (mean + rows) * 0.5, distrusted
+
+
+def block_statistics(x: Tensor, block: int) -> BlockStatistics:
+    """Statistics of `x [B, H, L, D]`; the self-similarity is the mean of all pairwise cosines."""
+    x = x.float()
+    L = x.shape[2]
+    sizes = block_sizes(L, block, x.device)
+    largest = x.abs().amax(-1, keepdim=True)
+    # Divided by its largest entry first, so that squares neither overflow nor vanish.
+    unit = torch.where(largest == 0, 0.0, x / largest)
+    norm = fold_sum(unit * unit, dim=-1).sqrt().unsqueeze(-1)
+    unit = torch.where(largest == 0, 0.0, unit / norm)
+    pad = (0, 0, 0, n_blocks(L, block) * block - L)
+    mean = mean_over_rows(F.pad(x, pad).unflatten(2, (-1, block)), sizes)
+    mean_unit = mean_over_rows(F.pad(unit, pad).unflatten(2, (-1, block)), sizes)
+    return BlockStatistics(mean, fold_sum(mean_unit * mean_unit, dim=-1))
+
+
+def predict_mean(
+    q_pooled: Tensor, k_pooled: Tensor, trusted: Tensor, *, Lk: int, scale: float
+) -> Tensor:
+    """Softmax of the compressed scores over the trusted blocks; zeros where there are none."""
+    B, Hq, n_q, D = q_pooled.shape
+    Hk, n_k = k_pooled.shape[1:3]
+    held = torch.log(block_sizes(Lk, BLOCK_K, q_pooled.device).double() / BLOCK_K).float()
+    step = max(1, _PRODUCTS // (n_k * D))
+    out = q_pooled.new_empty(B, Hq, n_q, n_k)
+    for b in range(B):
+        for h in range(Hq):
+            for top in range(0, n_q, step):
+                rows = slice(top, top + step)
+                scores = dot(q_pooled[b, h, rows], k_pooled[b, h * Hk // Hq]) * scale + held
+                out[b, h, rows] = softmax(scores.masked_fill(~trusted[b, h, rows], -math.inf))
+    return out
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Over the last dimension; a row of -inf gives zeros."""
+    row_max = scores.amax(-1, keepdim=True)
+    weights = exp2((scores - torch.where(row_max == -math.inf, 0.0, row_max)) * LOG2E)
+    row_sum = fold_sum(weights, dim=-1).unsqueeze(-1)
+    return torch.where(row_sum == 0, 0.0, weights / row_sum)
+
+
+def select(predicted: Tensor, may: Tensor, recipe: Recipe) -> Tensor:
+    """The kept set of every row, largest first, ties to the smaller index."""
+    Hq, n_k = predicted.shape[1], predicted.shape[-1]
+    # Blocks that may not be attended sort behind every block that may.
+    ranked = torch.where(may, predicted, -1.0).sort(dim=-1, descending=True, stable=True)
+    if isinstance(recipe.keep, KeepFraction):
+        fraction = _column(heads_of(recipe.keep.fraction, Hq, none=1.0), predicted.device)
+        # 0.7 · 10 is a little over 7 in binary; a person means 7.
+        needed = torch.ceil(fraction * may.sum(-1).double() - 1e-9)
+    else:
+        assert not isinstance(recipe.keep, KeepAll)
+        mass = _column(heads_of(recipe.keep.mass, Hq, none=1.0), predicted.device)
+        # fp64 adds fp32 masses exactly, or nearly so: where equal masses tie, they tie exactly.
+        reached = ranked.values.clamp(min=0.0).double().cumsum(-1)
+        needed = (reached < (mass * reached[..., -1]).unsqueeze(-1)).sum(-1) + 1
+    rank = torch.arange(n_k, device=predicted.device)
+    chosen = rank < needed.unsqueeze(-1)
+    return torch.zeros_like(may).scatter(-1, ranked.indices, chosen) & may
+
+
+def _column(heads: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(heads, dtype=torch.float64, device=device)[:, None]

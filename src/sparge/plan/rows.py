@@ -1,0 +1,120 @@
+"""The `"rows"` half of prediction: a few rows of each query block are scored exactly.
+
+    P̂[i, j] = mean over the sampled rows r of block i of  Σ_{k in block j} softmax_k(s[r, k])
+
+in the run's own precision, with the token mask and its bias. The same rows, finished with V,
+measure the error of a kept set.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arithmetic import exp2, fold_sum
+from ..blockplan import BlockPlan
+from ..geometry import BLOCK_K, BLOCK_Q, block_range, n_blocks, sampled_rows
+from ..qtensor import Operands
+from ..quantize.reference import quantize
+from ..recipe import QUANTIZED, Recipe
+from ..scores import HeadScores
+from ..tokenmask import TokenMask
+
+
+def predict_rows(
+    query: Tensor, key: Tensor, tokens: TokenMask, may: Tensor, *, scale: float, recipe: Recipe
+) -> Tensor:
+    """`[B, Hq, n_q, n_k]` fp32; zeros where no sampled row attends anything."""
+    operands = operands_of(query, key, key, scale=scale, precision=recipe.precision)
+    out = torch.zeros(may.shape, dtype=torch.float32, device=query.device)
+    for b, h, i_q in _each_block(query):
+        rows = _sample(i_q, tokens.Lq, recipe.sample_rows, query.device)
+        weights = _row_weights(operands, tokens, b, h, rows, scale, recipe.precision)
+        by_block = fold_sum(_blocks(weights), dim=-1)
+        row_sum = fold_sum(by_block, dim=-1).unsqueeze(-1)
+        attends = row_sum != 0  # a NaN row counts, and makes the whole prediction NaN
+        mass = torch.where(attends, by_block / row_sum, 0.0)
+        n_attending = int(attends.sum())
+        if n_attending:
+            out[b, h, i_q] = (fold_sum(mass, dim=0) / n_attending).float()
+    return out
+
+
+def sampled_error(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BlockPlan,
+    tokens: TokenMask,
+    *,
+    scale: float,
+    recipe: Recipe,
+) -> Tensor:
+    """Relative L1 of each head `[B, Hq]`: sampled rows over the kept blocks against all blocks."""
+    operands = operands_of(query, key, value, scale=scale, precision=recipe.precision)
+    kept = plan.to_mask()
+    B, Hq = query.shape[:2]
+    wrong = torch.zeros((2, B, Hq), dtype=torch.float64, device=query.device)
+    for b, h, i_q in _each_block(query):
+        rows = _sample(i_q, tokens.Lq, recipe.sample_rows, query.device)
+        weights = _row_weights(operands, tokens, b, h, rows, scale, recipe.precision).double()
+        v = value[b, h * value.shape[1] // Hq].double()
+        open_keys = kept[b, h, i_q].repeat_interleave(BLOCK_K)[: tokens.Lk]
+        dense, sparse = _average(weights, v), _average(weights * open_keys, v)
+        wrong[0, b, h] += (sparse - dense).abs().sum()
+        wrong[1, b, h] += dense.abs().sum()
+    return torch.where(wrong[0] == 0, 0.0, wrong[0] / wrong[1]).float()
+
+
+def operands_of(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, precision: str
+) -> Operands:
+    """Query and key in the run's own precision; the value is left as it is."""
+    if precision in QUANTIZED:
+        return quantize(query, key, value, scale=scale, precision="int8")
+    return Operands(query, key, value)
+
+
+def _each_block(query: Tensor) -> list[tuple[int, int, int]]:
+    B, Hq, Lq = query.shape[:3]
+    n_q = n_blocks(Lq, BLOCK_Q)
+    return [(b, h, i_q) for b in range(B) for h in range(Hq) for i_q in range(n_q)]
+
+
+def _sample(i_q: int, Lq: int, sample_rows: int, device: torch.device) -> Tensor:
+    rows = block_range(i_q, BLOCK_Q, Lq)
+    return rows.start + torch.tensor(sampled_rows(rows.stop - rows.start, sample_rows)).to(device)
+
+
+def _row_weights(
+    operands: Operands,
+    tokens: TokenMask,
+    b: int,
+    h: int,
+    rows: Tensor,
+    scale: float,
+    precision: str,
+) -> Tensor:
+    """exp(score - row_max) of some rows over all keys `[r, Lk]`; zeros where masked."""
+    head = HeadScores(operands, tokens, b, h, scale=scale, precision=precision)
+    step = 64 * BLOCK_K
+    scores = torch.cat(
+        [
+            head.scores(rows, slice(left, min(left + step, tokens.Lk)))
+            for left in range(0, tokens.Lk, step)
+        ],
+        dim=1,
+    )
+    row_max = scores.amax(1, keepdim=True)
+    return exp2(scores - torch.where(row_max == float("-inf"), 0.0, row_max))
+
+
+def _blocks(weights: Tensor) -> Tensor:
+    pad = n_blocks(weights.shape[1], BLOCK_K) * BLOCK_K - weights.shape[1]
+    return F.pad(weights, (0, pad)).unflatten(1, (-1, BLOCK_K))
+
+
+def _average(weights: Tensor, v: Tensor) -> Tensor:
+    row_sum = weights.sum(1, keepdim=True)
+    return torch.where(row_sum == 0, 0.0, (weights @ v) / row_sum)

@@ -1,0 +1,95 @@
+"""NOUN 8-bit codes with their scales, and the operands of one attention call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .geometry import n_blocks
+
+
+@dataclass(frozen=True)
+class QTensor:
+    """`x ≈ codes · scale`: symmetric int8 codes and the granularity of their scales.
+
+    codes: int8 `[B, H, L, D]`.
+    scale: fp32; `[B, H, ceil(L / rows_per_scale)]`, or with `per_channel` one more `D` at the end.
+    rows_per_scale: consecutive rows that share a scale; 1 is one scale per token.
+    A scale that is not finite marks rows whose numbers were not finite.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    rows_per_scale: int = 1
+    per_channel: bool = False
+
+    def __post_init__(self) -> None:
+        for name, x, dtype in (
+            ("codes", self.codes, torch.int8),
+            ("scale", self.scale, torch.float32),
+        ):
+            if not isinstance(x, Tensor) or x.dtype != dtype:
+                came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"{name} must be {str(dtype)[6:]}, got {came}")
+        if isinstance(self.rows_per_scale, bool) or not isinstance(self.rows_per_scale, int):
+            raise TypeError(f"rows_per_scale must be a whole number, got {self.rows_per_scale!r}")
+        if self.rows_per_scale < 1:
+            raise ValueError(f"rows_per_scale must be at least 1, got {self.rows_per_scale}")
+        if self.codes.dim() != 4:
+            raise ValueError(f"codes must be [B, H, L, D], got shape {list(self.codes.shape)}")
+        if self.scale.device != self.codes.device:
+            raise ValueError(f"codes are on {self.codes.device}, scale on {self.scale.device}")
+        B, H, L, D = self.codes.shape
+        groups = (B, H, n_blocks(L, self.rows_per_scale))
+        needed = (*groups, D) if self.per_channel else groups
+        if tuple(self.scale.shape) != needed:
+            raise ValueError(
+                f"scale must have shape {needed} for codes {tuple(self.codes.shape)} and "
+                f"rows_per_scale {self.rows_per_scale}, got {tuple(self.scale.shape)}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def granularity(self) -> str:
+        rows = "token" if self.rows_per_scale == 1 else f"{self.rows_per_scale} tokens"
+        return f"one scale per {rows}" + (" and channel" if self.per_channel else "")
+
+    def row_scale(self) -> Tensor:
+        """The scale of every row, `[B, H, L]` or `[B, H, L, D]`."""
+        if self.rows_per_scale == 1:
+            return self.scale
+        return self.scale.repeat_interleave(self.rows_per_scale, dim=2)[:, :, : self.shape[2]]
+
+    def dequantize(self) -> Tensor:
+        scale = self.row_scale()
+        return self.codes.float() * (scale if self.per_channel else scale.unsqueeze(-1))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the attend stage reads: the caller's tensors, or codes in their place.
+
+    lse_shift: what smoothing the keys took from every score of a row, fp32 `[B, Hq, Lq]`.
+    """
+
+    query: Tensor | QTensor
+    key: Tensor | QTensor
+    value: Tensor | QTensor
+    lse_shift: Tensor | None = None
+
+
+def finite_rows(x: Tensor | QTensor) -> Tensor:
+    """Which rows hold only finite numbers, bool `[B, H, L]`."""
+    if isinstance(x, QTensor):
+        finite = torch.isfinite(x.row_scale())
+        return finite.all(-1) if x.per_channel else finite
+    return torch.isfinite(x).all(-1)

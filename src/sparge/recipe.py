@@ -1,0 +1,265 @@
+"""NOUN what the user wants: how much to keep, how it is predicted, the precision, what is safe.
+
+A recipe is frozen, compares by value, prints itself, and goes to JSON and back without loss.
+`mass`, `fraction`, `min_similarity` and `pv_skip` are one number for all heads or one per head.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, cast
+
+PREDICTORS = ("mean", "rows", "blend")
+PRECISIONS = ("int8", "int8-fast", "half", "exact")
+QUANTIZED = ("int8", "int8-fast")
+
+PerHead = float | tuple[float, ...]
+PerHeadOrOff = float | tuple[float | None, ...] | None
+
+
+def _numbers(value: Any, what: str) -> Any:
+    """A float, or a tuple of floats for one per head; None inside stays None."""
+    if value is None or isinstance(value, bool | str):
+        if value is None:
+            return None
+        raise TypeError(f"{what} must be a number or one number per head, got {value!r}")
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, set | frozenset | Mapping):
+        raise TypeError(
+            f"{what} must be a number or one per head in order, got a {type(value).__name__}"
+        )
+    if isinstance(value, Iterable):
+        numbers = tuple(_numbers(item, what) for item in value)
+        if not numbers or any(isinstance(item, tuple) for item in numbers):
+            raise ValueError(f"{what} must be a number or a flat list, one per head; got {value!r}")
+        return numbers
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{what} must be a number or one number per head, got {type(value).__name__}"
+        ) from None
+
+
+def _check_each(value: Any, what: str, needed: str, ok: Any, *, none_is: str = "") -> Any:
+    value = _numbers(value, what)
+    for number in value if isinstance(value, tuple) else (value,):
+        if number is None:
+            if not none_is:
+                raise ValueError(f"{what} must be {needed}, got None")
+        elif math.isnan(number) or not ok(number):
+            way_out = f"; None means {none_is}" if none_is else ""
+            raise ValueError(f"{what} must be {needed}, got {number}{way_out}")
+    return value
+
+
+def _in_unit(number: float) -> bool:
+    return 0.0 < number <= 1.0
+
+
+@dataclass(frozen=True)
+class KeepMass:
+    """Keep the fewest key blocks whose predicted mass reaches `mass`."""
+
+    mass: PerHead = 0.98
+
+    def __post_init__(self) -> None:
+        mass = _check_each(self.mass, "KeepMass mass", "in (0, 1]", _in_unit)
+        object.__setattr__(self, "mass", mass)
+
+
+@dataclass(frozen=True)
+class KeepFraction:
+    """Keep the given fraction, rounded up, of the key blocks a query block may attend."""
+
+    fraction: PerHead = 0.5
+
+    def __post_init__(self) -> None:
+        fraction = _check_each(self.fraction, "KeepFraction fraction", "in (0, 1]", _in_unit)
+        object.__setattr__(self, "fraction", fraction)
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """Keep every key block that may be attended."""
+
+
+Keep = KeepMass | KeepFraction | KeepAll
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one attention call is made sparse and in what precision it runs.
+
+    keep: `KeepMass`, `KeepFraction` or `KeepAll`.
+    predictor: `"mean"` (pooled tokens), `"rows"` (a few exact rows) or `"blend"` (both).
+    min_similarity: `"mean"` only; blocks less self-similar than this are always computed.
+    pv_skip: second filter; a row group skips a block this far (natural log) below its maximum.
+    precision: `"int8"`, `"int8-fast"`, `"half"` or `"exact"`.
+    sink_blocks: this many first key blocks are always kept.
+    local_blocks: this many key blocks to each side of the query block's own are always kept.
+    protect: token ranges `(start, stop)`, sliced like Python, kept as keys and as queries.
+    sample_rows: how many rows of each query block `"rows"` and `"blend"` score exactly.
+    """
+
+    keep: Keep = KeepMass()
+    predictor: str = "blend"
+    min_similarity: PerHeadOrOff = None
+    pv_skip: PerHeadOrOff = None
+    precision: str = "int8"
+    sink_blocks: int = 1
+    local_blocks: int = 0
+    protect: tuple[tuple[int, int | None], ...] = ()
+    sample_rows: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keep, KeepMass | KeepFraction | KeepAll):
+            raise TypeError(
+                f"keep must be KeepMass, KeepFraction or KeepAll, got {self.keep!r}; "
+                "for a number write KeepMass(number)"
+            )
+        _one_of("predictor", self.predictor, PREDICTORS)
+        _one_of("precision", self.precision, PRECISIONS)
+        similarity = _check_each(
+            self.min_similarity,
+            "min_similarity",
+            "in [-1, 1]",
+            lambda s: -1.0 <= s <= 1.0,
+            none_is="no judge",
+        )
+        if similarity is not None and self.predictor != "mean":
+            raise ValueError(
+                f"min_similarity judges pooled tokens and predictor {self.predictor!r} has no "
+                "judge; use predictor='mean' or leave min_similarity=None"
+            )
+        pv_skip = _check_each(
+            self.pv_skip,
+            "pv_skip",
+            "a finite number greater than 0",
+            lambda x: 0.0 < x < math.inf,
+            none_is="off",
+        )
+        for name, low, high in (
+            ("sink_blocks", 0, None),
+            ("local_blocks", 0, None),
+            ("sample_rows", 1, 128),
+        ):
+            _whole(name, getattr(self, name), low, high)
+        object.__setattr__(self, "min_similarity", similarity)
+        object.__setattr__(self, "pv_skip", pv_skip)
+        object.__setattr__(self, "protect", _ranges(self.protect))
+        # Kept ready, because a compiled graph can read a string but not make JSON.
+        object.__setattr__(self, "_json", json.dumps(self.to_dict()))
+
+    @property
+    def quantized(self) -> bool:
+        return self.precision in QUANTIZED
+
+    def to_dict(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"keep": _keep_to_dict(self.keep)}
+        for field in fields(self):
+            if field.name != "keep":
+                out[field.name] = _plain(getattr(self, field.name))
+        return out
+
+    def to_json(self) -> str:
+        return cast(str, self._json)  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Recipe:
+        if not isinstance(data, dict):
+            raise TypeError(f"a recipe is a JSON object, got {type(data).__name__}")
+        unknown = sorted(set(data) - {field.name for field in fields(cls)})
+        if unknown:
+            known = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"unknown recipe fields {unknown}; known are {known}")
+        values = dict(data)
+        if "keep" in values:
+            values["keep"] = _keep_from_dict(values["keep"])
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a recipe must be valid JSON: {error}") from None
+        return cls.from_dict(data)
+
+
+@lru_cache(maxsize=256)
+def recipe_from_json(text: str) -> Recipe:
+    """`Recipe.from_json`, remembered: ops receive their recipe as a string on every call."""
+    return Recipe.from_json(text)
+
+
+def heads_of(value: PerHeadOrOff, Hq: int, *, none: float) -> list[float]:
+    """One number for each query head; `none` stands in for None."""
+    each = value if isinstance(value, tuple) else (value,) * Hq
+    return [none if number is None else number for number in each]
+
+
+def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
+
+
+def _whole(name: str, value: Any, low: int, high: int | None) -> None:
+    needed = f"a whole number of at least {low}" + ("" if high is None else f", at most {high}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be {needed}; got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {needed}; got {value}")
+
+
+def _ranges(protect: Any) -> tuple[tuple[int, int | None], ...]:
+    needed = "protect must be (start, stop) token ranges such as ((0, 226),)"
+    if isinstance(protect, str) or not isinstance(protect, Iterable):
+        raise TypeError(f"{needed}; got {protect!r}")
+    ranges = []
+    for item in protect:
+        if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 2:
+            raise TypeError(f"{needed}; got {item!r}")
+        start, stop = item
+        for end in (start,) if stop is None else (start, stop):
+            if isinstance(end, bool) or not isinstance(end, int):
+                raise TypeError(f"{needed}, whole numbers or None as stop; got {item!r}")
+        if stop is not None and (stop == 0 or ((start < 0) == (stop < 0) and stop <= start)):
+            raise ValueError(
+                f"a protected range must not be empty, got {item!r}; {needed}, "
+                "and None as stop reaches to the end"
+            )
+        ranges.append((start, stop))
+    return tuple(ranges)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _keep_to_dict(keep: Keep) -> Any:
+    if isinstance(keep, KeepMass):
+        return {"mass": _plain(keep.mass)}
+    if isinstance(keep, KeepFraction):
+        return {"fraction": _plain(keep.fraction)}
+    return "all"
+
+
+def _keep_from_dict(data: Any) -> Keep:
+    if data == "all":
+        return KeepAll()
+    if isinstance(data, dict) and list(data) == ["mass"]:
+        return KeepMass(data["mass"])
+    if isinstance(data, dict) and list(data) == ["fraction"]:
+        return KeepFraction(data["fraction"])
+    raise ValueError(f'keep must be "all", {{"mass": ...}} or {{"fraction": ...}}; got {data!r}')
+
+
+DEFAULT = Recipe()

@@ -1,0 +1,128 @@
+"""What ran and why: one `Run` per call, collected inside `with record() as runs:`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .backends import Choice
+from .call import Call
+from .recipe import Recipe
+
+_collectors: ContextVar[tuple[list[Run], ...]] = ContextVar("sparge_record", default=())
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call as it ran.
+
+    routed_to_dense: `auto` gave the call to dense attention; `reason` says why.
+    seconds: time of each stage, and their `total`. kept, allowed: blocks over all heads.
+    pv_skips, pv_groups: row groups x kept blocks that the second filter skipped, and all of them.
+    parts: of a varlen call, one run for each sequence.
+    """
+
+    what: str
+    call: str
+    backend: str
+    isa: str
+    reason: str
+    routed_to_dense: bool
+    rejected: dict[str, str]
+    recipe: Recipe
+    sparsity: float
+    kept: int
+    allowed: int
+    pv_skips: int
+    pv_groups: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    parts: tuple[Run, ...] = ()
+
+    @property
+    def density(self) -> float:
+        """Kept blocks / allowed blocks."""
+        return self.kept / self.allowed if self.allowed else 1.0
+
+    @property
+    def pv_skipped(self) -> float:
+        """Share of the kept PV products that the second filter skipped."""
+        return self.pv_skips / self.pv_groups if self.pv_groups else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return plain | {
+            "density": self.density,
+            "pv_skipped": self.pv_skipped,
+            "recipe": self.recipe.to_dict(),
+            "parts": [part.to_dict() for part in self.parts],
+        }
+
+    def __str__(self) -> str:
+        stages = " + ".join(f"{name} {s * 1e3:.1f}" for name, s in self.seconds.items())
+        routed = " routed to dense" if self.routed_to_dense else ""
+        return (
+            f"{self.what} {self.call}: {self.backend} ({self.isa}){routed}, density "
+            f"{self.density:.3f}, pv_skipped {self.pv_skipped:.3f}, ms: {stages}; {self.reason}"
+        )
+
+
+@contextmanager
+def record() -> Iterator[list[Run]]:
+    """Collect a `Run` for every sparge call made in this block, in this thread or task."""
+    runs: list[Run] = []
+    token = _collectors.set((*_collectors.get(), runs))
+    try:
+        yield runs
+    finally:
+        _collectors.reset(token)
+
+
+@contextmanager
+def apart() -> Iterator[list[Run]]:
+    """Collect runs here and nowhere else, to be noted as one; empty while nobody records."""
+    runs: list[Run] = []
+    token = _collectors.set((runs,) if recording() else ())
+    try:
+        yield runs
+    finally:
+        _collectors.reset(token)
+
+
+def recording() -> bool:
+    return bool(_collectors.get())
+
+
+def note(run: Run | None) -> None:
+    if run is not None:
+        for runs in _collectors.get():
+            runs.append(run)
+
+
+class Stopwatch:
+    """Times the stages of a call, waiting for the device; does nothing while not recording."""
+
+    def __init__(self, call: Call, choice: Choice) -> None:
+        self.active = recording()
+        self.call, self.choice = call, choice
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        if not self.active:
+            yield
+            return
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self.seconds[name] = time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.call.device != "cpu":
+            torch.accelerator.synchronize()

@@ -1,0 +1,1 @@
+"""One run as data → table, JSON. Nothing here prints; the console program does."""

@@ -1,0 +1,98 @@
+"""The machine and the versions a number was measured with."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+
+CPUINFO = Path("/proc/cpuinfo")
+INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+NEIGHBOURS = ("numpy", "safetensors", "triton", "transformers", "diffusers")
+
+
+def machine() -> dict[str, Any]:
+    cpuinfo = _cpuinfo()
+    return {
+        "architecture": platform.machine(),
+        "cpu": cpuinfo.get("model name") or platform.processor() or "unknown",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "instruction_sets": _instruction_sets(cpuinfo),
+        "accelerators": accelerators(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions; None for a package that is not installed. Nothing is imported to find out."""
+    found = {"sparge": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return {**found, **{name: _installed(name) for name in NEIGHBOURS}}
+
+
+def machine_line() -> str:
+    """The machine in one line, to stand with every measured number."""
+    facts = machine()
+    gpus = "".join(f", {name}" for name in facts["accelerators"])
+    return (
+        f"{facts['cpu']} ({facts['architecture']}), cores: {facts['cores']}, torch threads: "
+        f"{facts['threads']}{gpus}; torch {torch.__version__} ({facts['cpu_capability']})"
+    )
+
+
+def devices() -> list[str]:
+    """The CPU, and the accelerator that torch would use if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def accelerators() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    module = torch.get_device_module(accelerator)
+    name = getattr(module, "get_device_name", lambda i: accelerator.type)
+    return [str(name(i)) for i in range(torch.accelerator.device_count())]
+
+
+def load_average() -> float | None:
+    """Processes that wanted a core over the last minute; None where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def load_text(document: dict[str, Any]) -> str:
+    load = document["load_average"]
+    return "unknown" if load is None else f"{load:.1f}"
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("SPARGE_")}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first core's lines; empty where the system has no such file."""
+    try:
+        first = CPUINFO.read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def _instruction_sets(cpuinfo: dict[str, str]) -> dict[str, bool] | None:
+    """None where the system does not tell."""
+    flags = cpuinfo.get("flags") or cpuinfo.get("Features")
+    return None if flags is None else {name: name in flags.split() for name in INSTRUCTION_SETS}

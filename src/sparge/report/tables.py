@@ -1,0 +1,76 @@
+"""Rows of plain data, how each column is written, and the same data as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """key: the field of a row; form: how its value is written; numbers stand to the right."""
+
+    key: str
+    heading: str
+    form: Callable[[Any], str] = str
+
+    @property
+    def is_number(self) -> bool:
+        return self.form is not str
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
+    notes: Sequence[str] = ()
+
+    def cells(self) -> list[list[str]]:
+        return [
+            [_cell(row.get(column.key), column) for column in self.columns] for row in self.rows
+        ]
+
+
+def share(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def error(value: float) -> str:
+    """Small errors of exact runs and large ones of sparse runs in one column."""
+    return f"{value:.4f}" if value >= 1e-4 or value == 0 else f"{value:.0e}"
+
+
+def cosine(value: float) -> str:
+    return f"{value:.6f}"
+
+
+def milliseconds(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.2f}"
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}x" if value >= 0.1 else f"{value:.3f}x"
+
+
+def to_json(data: Any) -> str:
+    return json.dumps(_finite(data), indent=2, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no NaN and no infinity; null says that there is no number."""
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(item) for item in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _cell(value: Any, column: Column) -> str:
+    return MISSING if value is None else column.form(value)

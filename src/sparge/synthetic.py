@@ -1,0 +1,191 @@
+"""Synthetic query, key and value with the structure that attention in language models has.
+
+    q_i · k_j / sqrt(D)  ≈  local_h · Σ_f cos(ω_f (i - j)) / F        nearby tokens
+                          + topical_h · [topic of i == topic of j]    the same topic, near or far
+                          + sink_h · [j is one of the first tokens]   the attention sink
+                          + q_i · offset (the same for every j)       what smoothing removes
+                          + noise
+
+Topics are segments of the sequence that come back later. Heads run from local (the first) to
+diffuse (the last). Drawn on the CPU, in fp64 and without BLAS, so that a seed gives the same
+numbers for every device and any number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .arithmetic import fold_sum
+
+MIN_HEAD_DIM = 8
+SINK_TOKENS = 2
+SEGMENT = (48, 320)
+"""Shortest and longest segment of one topic, in tokens."""
+WAVELENGTHS = (48.0, 4096.0)
+TOKENS_PER_TOPIC = 256
+OFFSET = 3.0
+NOISE = 0.8
+
+
+@dataclass(frozen=True)
+class Strengths:
+    """Logits that a head gives to nearness, to a shared topic and to the sink."""
+
+    local: float
+    topical: float
+    sink: float
+
+
+LOCAL_HEAD = Strengths(local=9.0, topical=4.0, sink=6.0)
+DIFFUSE_HEAD = Strengths(local=2.5, topical=6.0, sink=3.0)
+
+
+def structured_qkv(
+    *,
+    B: int = 1,
+    Hq: int = 4,
+    Hk: int = 2,
+    L: int = 2048,
+    D: int = 64,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query `[B, Hq, L, D]`, key and value `[B, Hk, L, D]`; the same for the same seed."""
+    _check_sizes(B, Hq, Hk, L, D)
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.empty(B, Hq, L, D, dtype=dtype)
+    key, value = torch.empty(B, Hk, L, D, dtype=dtype), torch.empty(B, Hk, L, D, dtype=dtype)
+    group = Hq // Hk
+    for b in range(B):
+        topics = _topics(L, generator)
+        for h_k in range(Hk):
+            parts = _Parts.draw(L, D, topics, generator)
+            key[b, h_k] = parts.key(generator)
+            value[b, h_k] = parts.value(generator)
+            for h in range(h_k * group, (h_k + 1) * group):
+                query[b, h] = parts.query(head_strengths(h, Hq), generator)
+    return query.to(device), key.to(device), value.to(device)
+
+
+def head_strengths(h: int, Hq: int) -> Strengths:
+    """From the local head to the diffuse one in equal steps."""
+    t = h / max(Hq - 1, 1)
+    a, b = LOCAL_HEAD, DIFFUSE_HEAD
+    return Strengths(
+        local=a.local + t * (b.local - a.local),
+        topical=a.topical + t * (b.topical - a.topical),
+        sink=a.sink + t * (b.sink - a.sink),
+    )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one key head's tokens are made of, `[L, D]` each, in subspaces at right angles.
+
+    position, topic: unit rows; sink: one unit vector `[D]`.
+    """
+
+    position: Tensor
+    topic: Tensor
+    sink: Tensor
+
+    @classmethod
+    def draw(cls, L: int, D: int, topics: Tensor, generator: torch.Generator) -> _Parts:
+        axes = _axes(D, generator)
+        n_waves = D // 8
+        angles = torch.arange(L)[:, None] * _frequencies(n_waves)
+        waves = torch.cat([angles.cos(), angles.sin()], 1) / n_waves**0.5
+        topical_axes = axes[1 + 2 * n_waves :]
+        directions = _normal((int(topics.max()) + 1, topical_axes.shape[0]), generator)
+        return cls(
+            position=_along(waves, axes[1 : 1 + 2 * n_waves]),
+            topic=_along(_unit(directions), topical_axes)[topics],
+            sink=axes[0],
+        )
+
+    def query(self, strengths: Strengths, generator: torch.Generator) -> Tensor:
+        L, D = self.position.shape
+        asked = strengths.local * self.position + strengths.topical * self.topic
+        # Keys hold unit vectors, so the query brings the logit and undoes softmax's 1/sqrt(D).
+        return (asked + strengths.sink * self.sink) * math.sqrt(D) + NOISE * _normal(
+            (L, D), generator
+        )
+
+    def key(self, generator: torch.Generator) -> Tensor:
+        L, D = self.position.shape
+        offset = OFFSET * _unit(_normal((1, D), generator))
+        is_sink = (torch.arange(L) < SINK_TOKENS).double()[:, None]
+        held = self.position + self.topic + is_sink * self.sink
+        return held + offset + NOISE / math.sqrt(D) * _normal((L, D), generator)
+
+    def value(self, generator: torch.Generator) -> Tensor:
+        """Tokens of a topic say similar things; the sink says next to nothing."""
+        L, D = self.position.shape
+        says = self.topic * math.sqrt(D) + _normal((L, D), generator)
+        says[:SINK_TOKENS] *= 0.05
+        return says
+
+
+def _topics(L: int, generator: torch.Generator) -> Tensor:
+    """The topic of every token, `[L]`: segments of random length, topics that come back."""
+    n_topics = max(4, L // TOKENS_PER_TOPIC)
+    topics: list[int] = []
+    while len(topics) < L:
+        length = int(torch.randint(SEGMENT[0], SEGMENT[1] + 1, (1,), generator=generator))
+        topic = int(torch.randint(n_topics, (1,), generator=generator))
+        topics += [topic] * length
+    return torch.tensor(topics[:L])
+
+
+def _frequencies(n_waves: int) -> Tensor:
+    """Geometric, as rotary embeddings have them."""
+    shortest, longest = WAVELENGTHS
+    step = (longest / shortest) ** (1 / max(n_waves - 1, 1))
+    waves = [shortest * step**f for f in range(n_waves)]
+    return torch.tensor([2 * math.pi / wave for wave in waves], dtype=torch.float64)
+
+
+def _axes(D: int, generator: torch.Generator) -> Tensor:
+    """Random unit vectors at right angles to each other, `[D, D]`; Gram and Schmidt's way."""
+    axes = _normal((D, D), generator)
+    for i in range(D):
+        axes[i] = _unit(axes[i])
+        later = axes[i + 1 :]
+        later -= fold_sum(later * axes[i], dim=1)[:, None] * axes[i]
+    return axes
+
+
+def _along(coordinates: Tensor, axes: Tensor) -> Tensor:
+    """`coordinates @ axes`, one axis after another."""
+    out = torch.zeros(coordinates.shape[0], axes.shape[1], dtype=axes.dtype)
+    for i, axis in enumerate(axes):
+        out += coordinates[:, i, None] * axis
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / fold_sum(x * x, dim=-1).sqrt()[..., None]
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _check_sizes(B: int, Hq: int, Hk: int, L: int, D: int) -> None:
+    for name, size in (("B", B), ("Hq", Hq), ("Hk", Hk), ("L", L)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if Hq % Hk:
+        raise ValueError(f"query heads must be a multiple of key heads, got {Hq} and {Hk}")
+    if D < MIN_HEAD_DIM:
+        raise ValueError(
+            f"structured inputs need a head dim of at least {MIN_HEAD_DIM}, got {D}: position, "
+            "topic and sink each take dimensions of their own"
+        )

@@ -1,0 +1,101 @@
+"""Packed sequences of different lengths: `[T, H, D]` and the boundaries between them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .api import attention, call_facts
+from .autocast import as_autocast
+from .backends import AUTO, choose, host
+from .call import Call
+from .check import check_boundaries, check_call, check_packed
+from .recipe import Recipe
+from .record import apart, note
+from .run import run_together, sequences
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    backend: str = AUTO,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of every packed sequence with itself and no other.
+
+    query `[Tq, Hq, D]`, key `[Tk, Hk, D]`, value `[Tk, Hk, Dv]`; sequence `i` has the rows
+    `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` and the keys `cu_seqlens_k[i] : cu_seqlens_k[i + 1]`.
+    Each result is, bit for bit, that of its sequence alone. The lse is `[Hq, Tq]`.
+    """
+    query, key, value = as_autocast(query, key, value)
+    check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    whole = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
+    call = check_call(
+        *whole,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        backend=backend,
+        return_lse=return_lse,
+    )
+    packed = (query, key, value, cu_seqlens_q, cu_seqlens_k)
+    if call.needs_grad:
+        out, lse = _differentiable(*packed, call, backend)
+    else:
+        out, lse = torch.ops.sparge.attention_varlen(
+            *packed, *call_facts(call), return_lse, backend
+        )
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def _differentiable(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    call: Call,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Sequence by sequence through `attention`, whose gradient autograd then puts together."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "attention_varlen has no gradient inside a compiled graph, where the boundaries are "
+            "not known; call it outside torch.compile, or under torch.no_grad()"
+        )
+    cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
+    with apart() as runs:
+        results = [
+            attention(
+                q,
+                k,
+                v,
+                is_causal=call.is_causal,
+                scale=call.scale,
+                enable_gqa=call.Hq != call.Hk,
+                causal_align=call.causal_align,
+                recipe=call.recipe,
+                backend=backend,
+                return_lse=call.return_lse,
+            )
+            for q, k, v in sequences(query, key, value, cuts)
+        ]
+    note(run_together(call, choose(host(), call, backend), runs))
+    outs = [r[0] if isinstance(r, tuple) else r for r in results]
+    lses = [r[1][0] for r in results if isinstance(r, tuple)]
+    out = torch.cat([o[0].transpose(0, 1) for o in outs])
+    return out, torch.cat(lses, 1) if lses else None

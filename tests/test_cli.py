@@ -1,0 +1,399 @@
+"""The console program: every command in text and JSON, every exit code, clean errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import sparge
+from sparge import Backend, Recipe, cli
+from sparge.attend import reference as reference_attend
+from sparge.backends import STAGES, backends, register_backend, unregister_backend
+from sparge.cli import bench, demo, main
+from sparge.report import machine
+from sparge.report.tables import Column, Table, error, to_json
+from sparge.synthetic import structured_qkv
+
+DEMO = ["demo", "--length", "384", "--heads", "2"]
+BENCH = ["bench", "--lengths", "256", "--heads", "2", "--repeat", "1"]
+EXPLAIN = ["explain", "--shape", "1,8,1024,64"]
+WHY = "needs a full moon"
+
+
+@pytest.fixture(autouse=True)
+def piped(monkeypatch):
+    """Test runners may set a width of their own."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def add_backend(monkeypatch):
+    """Register a backend for one test, the reference but for what is given."""
+    names = []
+
+    def add(name, *, refusal=None, attend=reference_attend.attend):
+        monkeypatch.setitem(sys.modules, f"attend_of_{name}", SimpleNamespace(attend=attend))
+        modules = {stage: f"sparge.{stage}.reference" for stage in STAGES}
+        modules["attend"] = f"attend_of_{name}"
+        register_backend(
+            Backend(name, "of a test", lambda h, c: refusal, lambda h, c: "slow", modules)
+        )
+        names.append(name)
+
+    yield add
+    for name in names:
+        unregister_backend(name)
+
+
+def attend_wrongly(*args, **kwargs):
+    out, lse, pv_skips = reference_attend.attend(*args, **kwargs)
+    return out * 1.001, lse, pv_skips
+
+
+def run_text(argv, capsys, code=0):
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def run_json(argv, capsys, code=0):
+    return json.loads(run_text([*argv, "--json"], capsys, code))
+
+
+def complaint(argv, capsys, code=2):
+    """What stderr says; nothing may reach stdout, and a mistake takes one line."""
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("sparge: error: ")
+    assert "Traceback" not in err
+    assert code != 2 or err.count("\n") == 1
+    return err
+
+
+def test_version_and_help_and_the_module(capsys, monkeypatch):
+    text = run_text(["--help"], capsys)
+    assert all(name in text for name in cli.COMMANDS)
+    assert "--kv-heads" in run_text(["explain", "--help"], capsys)
+    argv = [sys.executable, "-m", "sparge", "--version"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"sparge {sparge.__version__}\n", "")
+    monkeypatch.setattr(sys, "argv", ["sparge", "fly"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("sparge", run_name="__main__")
+    assert stop.value.code == 2
+    assert "'fly'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "required: command"),
+        (["doctor", "--fast"], "unrecognized arguments: --fast"),
+        (["demo", "--length", "0"], "whole number of at least 1, got '0'"),
+        (["demo", "--heads", "many"], "whole number of at least 1, got 'many'"),
+        (["demo", "--seed", "-1"], "seed must be from 0"),
+        (["bench", "--lengths", "256,"], "at least 1, got ''"),
+        (["bench", "--head-dims", "64,300"], "--head-dims must be from 8 to 256, got 300"),
+        (["explain"], "required: --shape"),
+        (["explain", "--shape", "1,8,1024"], "B,H,L,D, four numbers; got 3"),
+        (["explain", "--shape", "1,8,1024,300"], "head_dim must be at most 256, got 300"),
+        ([*EXPLAIN, "--backend", "magic"], "unknown backend in backend='magic'"),
+        ([*EXPLAIN, "--kv-heads", "3"], "multiple of key heads, got 8 and 3"),
+        ([*EXPLAIN, "--dtype", "int8"], "invalid choice: 'int8'"),
+        ([*EXPLAIN, "--device", "toaster"], "--device 'toaster' is not usable"),
+        ([*EXPLAIN, "--recipe", "{keep"], "must be valid JSON"),
+        ([*EXPLAIN, "--recipe", '{"keeep": 1}'], "unknown recipe fields ['keeep']"),
+        ([*EXPLAIN, "--recipe", '{"pv_skip": "low"}'], "pv_skip must be a number"),
+        ([*EXPLAIN, "--recipe", "no/such/file"], "cannot be read: No such file"),
+    ],
+)
+def test_the_callers_mistakes_are_one_clean_line(argv, message, capsys):
+    assert message in complaint(argv, capsys)
+
+
+def test_a_reader_that_leaves_is_no_error_message():
+    argv = [sys.executable, "-m", "sparge", *EXPLAIN, "--json"]
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as gone:
+        done = subprocess.run(argv, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("command", [DEMO, BENCH])
+@pytest.mark.parametrize("target", ["missing/out.json", ".", "/dev/null", "file/out.json"])
+def test_an_unwritable_output_is_found_before_any_work(
+    command, target, capsys, monkeypatch, tmp_path
+):
+    def worked(*_, **__):
+        raise AssertionError("work was done before the output was checked")
+
+    monkeypatch.setattr(demo, "measure", worked)
+    monkeypatch.setattr(bench, "check_backends", worked)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert "--output" in complaint([*command, "--output", target], capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("fault, code", [(ValueError("no luck"), 2), (KeyboardInterrupt(), 130)])
+def test_a_run_that_ends_early_leaves_the_output_alone(fault, code, capsys, monkeypatch, tmp_path):
+    def fails(*_):
+        raise fault
+
+    target = tmp_path / "demo.json"
+    target.write_text("old")
+    monkeypatch.setattr(demo, "measure_recipe", fails)
+    message = complaint([*DEMO, "--output", str(target)], capsys, code)
+    assert message == f"sparge: error: {str(fault) or 'interrupted'}\n"
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_demo_measures(capsys):
+    rows = {row["recipe_name"]: row for row in run_json(DEMO, capsys)["rows"]}
+    assert list(rows) == list(demo.RECIPES)
+    for row in rows.values():
+        assert 0 < row["density"] <= 1
+        assert 0 <= row["sparsity"] < 1
+        assert 0.9 < row["cosine"] <= 1 + 1e-9
+        assert row["error"] <= 1.1 * (row["quantization_error"] + row["sparsity_error"])
+        assert row["seconds"] == pytest.approx(sum(row["stages"].values()))
+    exact, int8, default = rows["keep all, exact"], rows["keep all, int8"], rows["default"]
+    assert exact["density"] == int8["density"] == 1
+    assert exact["quantization_error"] == 0 < exact["error"] < 1e-5
+    assert 1e-4 < int8["error"] == pytest.approx(int8["quantization_error"], rel=1e-2)
+    assert int8["sparsity_error"] < 1e-5 < default["sparsity_error"]
+    assert rows["fraction 0.3"]["density"] < default["density"] < 1
+    assert default["pv_skipped"] == 0 < rows["default, pv_skip 5"]["pv_skipped"]
+    assert Recipe.from_dict(default["recipe"]) == Recipe()
+
+
+def test_demo_repeats_a_seed_and_draws_heads_from_first_to_last(capsys):
+    def numbers(seed):
+        found = run_json(["demo", "--length", "128", "--heads", "9", "--seed", seed], capsys)
+        assert [drawn["head"] for drawn in found["plans"]] == [0, 3, 5, 8]
+        return [(row["density"], row["error"]) for row in found["rows"]]
+
+    assert numbers("3") == numbers("3") != numbers("4")
+
+
+def test_demo_in_text_and_to_a_file(capsys, tmp_path):
+    target = tmp_path / "demo.json"
+    target.write_text("old")
+    text = run_text([*DEMO, "--output", str(target)], capsys)
+    found = json.loads(target.read_text())
+    assert list(tmp_path.iterdir()) == [target]
+    for row in found["rows"]:
+        name = f"  {row['recipe_name']}   "
+        (line,) = [line for line in text.splitlines() if line.startswith(name)]
+        assert f" {row['density']:.3f} " in line
+        assert f" {error(row['error'])} " in line
+    query, key, value = structured_qkv(Hq=2, Hk=1, L=384)
+    facts = {"is_causal": True, "enable_gqa": True}
+    plan = sparge.make_plan(query, key, **facts, backend="reference")
+    for drawn in found["plans"]:
+        assert "\n".join(drawn["picture"]) == plan.picture(h=drawn["head"])
+        assert drawn["density"] == float(plan.head_density()[0, drawn["head"]])
+        assert f"head {drawn['head']}, density {drawn['density']:.3f}" in text
+        assert all(line.rstrip() in text for line in drawn["picture"])
+    auto = sparge.explain(query, key, value, **facts)
+    assert found["auto"] == auto.to_dict()
+    dense = f"dense SDPA {found['dense_seconds'] * 1e3:.1f} ms"
+    for words in ("backend reference", found["machine_line"], auto.reason, "is not fast", dense):
+        assert words in text
+
+
+def checks_of(document):
+    return {check["backend"]: check for check in document["self_check"]["checks"]}
+
+
+def test_doctor_checks_every_backend(capsys, monkeypatch):
+    monkeypatch.setenv("SPARGE_TEST_NOTE", "here")
+    found = run_json(["doctor"], capsys)
+    assert found["versions"]["sparge"] == sparge.__version__
+    assert found["versions"]["safetensors"] is not None
+    assert found["environment"] == {"SPARGE_TEST_NOTE": "here"}
+    names = [backend.name for backend in backends()]
+    judged = found["backends"][0]
+    assert judged["call"] == "[1, 32/8, 8192, 128] bfloat16 on cpu causal top_left"
+    assert [row["backend"] for row in judged["rows"]] == [*names, "dense"]
+    assert [row["serves"] for row in judged["rows"]][-2:] == ["yes", "yes"]
+    assert sum(row["auto"].startswith("takes it") for row in judged["rows"]) == 1
+    checks = checks_of(found)
+    assert set(checks) == {*names, "dense", "auto"}
+    assert 0 < checks["reference"]["error"] < 1e-5
+    text = run_text(["doctor"], capsys)
+    for words in (torch.__version__, "SPARGE_TEST_NOTE=here", "is faster at every shape"):
+        assert words in text
+    assert text.rstrip().endswith("self-check passed")
+
+
+def test_doctor_tells_a_refusal_from_a_fault(add_backend, capsys):
+    add_backend("picky", refusal=WHY)
+    found = run_json(["doctor"], capsys)
+    assert list(found["backends"][0]["rows"][0].values()) == ["picky", "no", WHY, WHY]
+    assert checks_of(found)["picky"]["verdict"] == "refused"
+    add_backend("wrong", attend=attend_wrongly)
+    add_backend("broken", attend=None)
+    checks = checks_of(run_json(["doctor"], capsys, code=1))
+    assert checks["wrong"]["error"] == pytest.approx(1e-3, rel=1e-2)
+    assert checks["broken"]["error"] is None
+    assert checks["broken"]["why"] == "TypeError: 'NoneType' object is not callable"
+    failed = {name for name, check in checks.items() if check["verdict"] == "failed"}
+    assert failed == {"wrong", "broken"}
+    assert "self-check FAILED" in run_text(["doctor"], capsys, code=1)
+
+
+def test_doctor_finds_an_unknown_backend_in_the_environment(capsys, monkeypatch):
+    monkeypatch.setenv("SPARGE_BACKEND", "magic")
+    found = run_json(["doctor"], capsys, code=1)
+    assert "SPARGE_BACKEND=magic" in found["backends"][0]["rows"][0]["auto"]
+    checks = checks_of(found)
+    assert (checks["reference"]["verdict"], checks["auto"]["verdict"]) == ("passed", "failed")
+
+
+@pytest.mark.parametrize(
+    "text, sets",
+    [
+        ("model name : Fast\nflags : fpu avx2 amx_int8\n\nflags : avx512f", {"avx2", "amx_int8"}),
+        ("model name : Fast\nFeatures : fp asimd", set()),
+        ("model name : Fast", None),
+    ],
+)
+def test_what_the_system_tells_of_its_cpu(text, sets, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert machine.machine()["instruction_sets"] is None
+    (tmp_path / "cpuinfo").write_text(text)
+    facts = machine.machine()
+    assert facts["cpu"] == "Fast"
+    found = facts["instruction_sets"]
+    assert (found and {name for name, there in found.items() if there}) == (found and sets)
+    text = run_text(["doctor"], capsys)
+    assert ("not told" in text) == (found is None) == (sets is None)
+    assert "no SPARGE_ variable set" in text
+
+
+def test_an_accelerator_is_named(monkeypatch):
+    module = SimpleNamespace(get_device_name=lambda i: f"GPU {i}")
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert machine.accelerators() == ["GPU 0", "GPU 1"]
+    assert machine.devices() == ["cpu", "cuda"]
+    assert "GPU 0, GPU 1" in machine.machine_line()
+
+
+def test_explain(capsys):
+    x = torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16)
+    choice = sparge.explain(x, x, x)
+    found = run_json(EXPLAIN, capsys)
+    assert found["call"] == "[1, 8, 1024, 64] bfloat16 on cpu"
+    assert found["choice"] == choice.to_dict()
+    assert run_text(EXPLAIN, capsys) == f"[1, 8, 1024, 64] bfloat16 on cpu\n{choice}\n"
+
+
+def test_explain_every_option(capsys, tmp_path):
+    file = tmp_path / "recipe.json"
+    file.write_text(Recipe(precision="exact", sink_blocks=3).to_json())
+    # The query alone would need 256 GB.
+    argv = "explain --shape 4,32,8388608,128 --kv-heads 8 --kv-length 9000000 --value-dim 64"
+    argv += f" --dtype fp16 --causal --align bottom_right --backend reference --lse --recipe {file}"
+    found = run_json(argv.split(), capsys)
+    call = "[4, 32/8, 8388608x9000000, 128/64] float16 on cpu causal bottom_right"
+    assert found["call"] == call
+    assert found["return_lse"] is True
+    assert found["recipe"] == json.loads(file.read_text())
+    assert found["choice"]["reason"] == "asked for by backend='reference'"
+    in_place = run_json([*EXPLAIN, "--recipe", '{"keep": {"mass": 0.9}}'], capsys)
+    assert in_place["recipe"]["keep"] == {"mass": 0.9}
+
+
+def test_unsupported_has_its_own_code_and_all_reasons(add_backend, capsys):
+    add_backend("picky", refusal=WHY)
+    message = complaint([*EXPLAIN, "--backend", "picky"], capsys, code=3)
+    assert f"picky: {WHY}" in message
+    assert "reference: can serve it" in message
+
+
+def test_bench_measures(capsys):
+    found = run_json([*BENCH, "--lengths", "384", "--head-dims", "16,64", "--repeat", "3"], capsys)
+    rows = [row for row in found["rows"] if row["backend"] in (None, "reference")]
+    names = ["torch SDPA", "reference, keep all", "reference, default"]
+    assert [row["contender"] for row in rows] == names * 4
+    assert [row["head_dim"] for row in rows] == [16] * 6 + [64] * 6
+    for i, row in enumerate(rows):
+        assert len(row["seconds_each"]) == 3
+        assert row["seconds"] == sorted(row["seconds_each"])[1]
+        assert row["ns_per_score"] == pytest.approx(row["seconds"] * 1e9 / (384 * 385))
+        assert row["speed"] == pytest.approx(rows[i - i % 3]["seconds"] / row["seconds"])
+        assert ({"plan", "quantize", "attend"} <= set(row)) == (row["backend"] is not None)
+        assert 0 < row["density"] <= 1
+        assert 0 < row["error"] < 0.1
+    assert rows[7]["density"] == 1 > rows[8]["density"]
+    assert rows[0]["error"] < 1e-5 < rows[1]["error"]
+
+
+def test_bench_in_text_and_to_a_file(add_backend, capsys, tmp_path):
+    add_backend("picky", refusal=WHY)
+    target = tmp_path / "bench.json"
+    torch.set_num_threads(2)
+    text = run_text([*BENCH, "--no-causal", "--threads", "1", "--output", str(target)], capsys)
+    assert torch.get_num_threads() == 2
+    found = json.loads(target.read_text())
+    assert "torch threads: 1;" in found["machine_line"]
+    assert f"machine: {found['machine_line']}" in text
+    assert text.startswith("full attention, 2 heads")
+    for row in found["rows"]:
+        name = f"{row['dtype']}    {row['contender']}   "
+        (line,) = [line for line in text.splitlines() if name in line]
+        assert f" {row['density']:.3f} " in line
+        assert f" {row['ns_per_score']:.3f} " in line
+    assert found["refused"]["picky, default, bf16"] == WHY
+    assert "picky" not in {row["backend"] for row in found["rows"]}
+    assert f"refused: picky, default, fp32: {WHY}" in text
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_bench_prints_no_numbers_of_wrong_results(flags, add_backend, capsys, tmp_path):
+    add_backend("wrong", attend=attend_wrongly)
+    target = tmp_path / "bench.json"
+    assert main([*BENCH, *flags, "--output", str(target)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "wrong is wrong: the error must be below 1e-05" in err
+    assert not target.exists()
+
+
+def test_progress_is_drawn_on_a_terminal_only(capsys, monkeypatch):
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda there=is_terminal: there)
+        with cli.progress("walking", 2) as step:
+            step()
+        drawn = capsys.readouterr().err
+        assert ("walking" in drawn and "50%" in drawn) if is_terminal else drawn == ""
+
+
+def test_a_narrow_terminal_cuts_no_number(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    number = "{:.6f}".format
+    columns = [Column("text", "text"), Column("a", "a", number), Column("b", "b", number)]
+    row = {"text": "a text that is much longer than forty columns", "a": 1234567.25}
+    cli.show_table(cli.console(), Table("title", columns, [row]))
+    words = capsys.readouterr().out.split()
+    assert {*row["text"].split(), "1234567.250000", "–"} <= set(words)
+
+
+def test_json_has_no_nan():
+    data = {"a": [float("nan"), 1.5], "b": (float("inf"), None)}
+    assert json.loads(to_json(data)) == {"a": [None, 1.5], "b": [None, None]}

@@ -1,0 +1,117 @@
+"""Gradients of the unquantized precisions, the plan being constant."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import sparge
+from oracle import make_qkv, over_tokens, pairs
+from sparge import KeepAll, KeepMass, Recipe
+
+
+def textbook(q, k, v, kept, **options):
+    """Differentiable fp64 attention over a block map."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    Lq, Lk = q.shape[2], k.shape[2]
+    allowed, bias = pairs((*q.shape[:2], Lq, Lk), **options)
+    allowed = allowed & over_tokens(kept, Lq, Lk)
+    s = (q @ k.mT * q.shape[-1] ** -0.5 + bias.nan_to_num(neginf=0.0)).masked_fill(
+        ~allowed, -math.inf
+    )
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    return p @ v, lse
+
+
+def leaves(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("through", ["attention", "attend"])
+@pytest.mark.parametrize("kind", ["full", "causal", "bottom_right", "mask"])
+def test_gradients_are_those_of_the_kept_blocks(backend, kind, through):
+    q, k, v = make_qkv(B=2, Hq=4, Hk=2, Lq=150, Lk=200, D=12, Dv=20, dtype=torch.float64)
+    options = {"is_causal": kind in ("causal", "bottom_right")}
+    if kind == "bottom_right":
+        options["causal_align"] = kind
+    if kind == "mask":
+        g = torch.Generator().manual_seed(1)
+        mask = torch.randn(150, 200, generator=g, dtype=torch.float64)
+        options["attn_mask"] = mask.masked_fill(mask > 1, -math.inf)
+        options["attn_mask"][7] = -math.inf
+    recipe = Recipe(KeepMass(0.6), precision="exact", sink_blocks=0)
+    common = {"enable_gqa": True, "recipe": recipe, "backend": backend}
+    plan = sparge.make_plan(q, k, **options, **common)
+    assert plan.density < 1 or kind == "causal"  # where so few rows see the last blocks
+    ours, truth = leaves(q, k, v), leaves(q, k, v)
+    if through == "attention":
+        out, lse = sparge.attention(*ours, return_lse=True, **options, **common)
+    else:
+        out, lse = sparge.attend(*ours, plan, attn_mask=options.get("attn_mask"), **common)
+    g = torch.Generator().manual_seed(2)
+    weight = torch.randn(out.shape, generator=g, dtype=torch.float64)
+    weight_lse = torch.randn(lse.shape, generator=g, dtype=torch.float64)
+
+    def objective(out, lse):
+        return (out * weight).sum() + (lse.masked_fill(lse == -math.inf, 0.0) * weight_lse).sum()
+
+    objective(out, lse).backward()
+    objective(*textbook(*truth, plan.to_mask(), **options)).backward()
+    for x, y in zip(ours, truth, strict=True):
+        assert torch.allclose(x.grad, y.grad.nan_to_num(0.0), atol=1e-10)
+
+
+def test_gradcheck_with_the_second_filter(backend):
+    """Skipped row groups are constants: finite differences agree away from the thresholds."""
+    q, k, v = make_qkv(Hq=1, Lq=20, Lk=130, D=3, dtype=torch.float64, sharp=3.0)
+    k *= torch.linspace(2, 0.05, 130)[:, None]
+    recipe = Recipe(KeepAll(), precision="exact", pv_skip=1.5)
+    with sparge.record() as runs:
+        sparge.attention(q, k, v, recipe=recipe, backend=backend)
+    assert runs[0].pv_skipped > 0
+    assert torch.autograd.gradcheck(
+        lambda *x: sparge.attention(*x, recipe=recipe, backend=backend, return_lse=True),
+        leaves(q, k, v),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("precision", ["half", "exact"])
+def test_gradients_in_every_dtype(backend, precision, dtype):
+    q, k, v = make_qkv(Hq=2, Lq=140, D=16, dtype=dtype)
+    recipe = Recipe(KeepAll(), precision=precision)
+    ours, truth = leaves(q, k, v), leaves(q.double(), k.double(), v.double())
+    sparge.attention(*ours, is_causal=True, recipe=recipe, backend=backend).sum().backward()
+    torch.nn.functional.scaled_dot_product_attention(*truth, is_causal=True).sum().backward()
+    for x, y in zip(ours, truth, strict=True):
+        assert x.grad.dtype == dtype
+        wrong = (x.grad.double() - y.grad).abs().sum() / y.grad.abs().sum()
+        exact = precision == "exact" and dtype == torch.float32
+        assert wrong < (1e-5 if exact else 0.03)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-fast"])
+def test_quantized_precisions_refuse_and_say_which_to_use(backend, precision):
+    q, k, v = leaves(*make_qkv(Hq=1, Lq=20, D=8))
+    recipe = Recipe(precision=precision)
+    with pytest.raises(ValueError, match=r"'half'.*'exact'.*no_grad"):
+        sparge.attention(q, k, v, recipe=recipe, backend=backend)
+    with torch.no_grad():
+        assert sparge.attention(q, k, v, recipe=recipe, backend=backend).shape == q.shape
+    # A plan is a constant, so planning takes them in any precision.
+    plan = sparge.make_plan(q, k, recipe=recipe, backend=backend)
+    with pytest.raises(ValueError, match="requires grad"):
+        sparge.attend(q, k, v, plan, recipe=recipe, backend=backend)
+
+
+def test_the_op_itself_refuses_a_gradient_it_does_not_have():
+    q, k, v = leaves(*make_qkv(Hq=1, Lq=20, D=8))
+    for recipe, backend in ((Recipe(), "reference"), (Recipe(precision="exact"), "dense")):
+        facts = (False, "top_left", 0.3, recipe.to_json(), False, True, backend)
+        out, *_ = torch.ops.sparge.attention(q, k, v, None, None, *facts)
+        with pytest.raises(ValueError, match="no gradient"):
+            out.sum().backward()

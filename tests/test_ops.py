@@ -1,0 +1,176 @@
+"""`torch.ops.sparge.*`: opcheck, and compiled graphs without a break that give the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import sparge
+from oracle import clustered_qkv, make_qkv
+from sparge import KeepMass, Recipe
+
+ops = torch.ops.sparge
+RECIPES = {p: Recipe(KeepMass(0.7), precision=p) for p in ("int8", "int8-fast", "half", "exact")}
+
+
+def facts(precision):
+    return True, "top_left", 0.25, RECIPES[precision].to_json()
+
+
+def all_pass(results):
+    assert results, "opcheck ran nothing"
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-fast", "half", "exact"])
+def test_opcheck_of_every_stage(backend, precision):
+    q, k, v = make_qkv(Hq=4, Hk=2, Lq=200, D=16)
+    call = facts(precision)
+    mask = torch.ones(1, 1, 1, 200, dtype=torch.bool)
+    all_pass(opcheck(ops.plan, (q, k, mask, None, *call, backend)))
+    plan = ops.plan(q, k, None, None, *call, backend)
+    if precision in ("int8", "int8-fast"):
+        all_pass(opcheck(ops.quantize, (q, k, v, *call, backend)))
+        *q_and_k, codes, v_scale, shift = ops.quantize(q, k, v, *call, backend)
+        given = codes if precision == "int8-fast" else v
+        operands = (*q_and_k, given, v_scale, shift, mask)
+        args = (*operands, *plan, *call, torch.float32, backend)
+        all_pass(opcheck(ops.attend_quantized, args))
+    else:
+        wanting = [x.clone().requires_grad_() for x in (q, k, v)]
+        all_pass(opcheck(ops.attend, (*wanting, mask, *plan, *call, backend)))
+        all_pass(opcheck(ops.attention, (*wanting, mask, None, *call, True, True, backend)))
+        out, lse, _ = ops.attend(q, k, v, mask, *plan, *call, backend)
+        grads = (torch.ones_like(out), torch.ones_like(lse))
+        saved = (q, k, v, out, mask, *plan)
+        all_pass(opcheck(ops.attend_backward, (*grads, *saved, *call)))
+    all_pass(opcheck(ops.attention, (q, k, v, mask, None, *call, True, False, backend)))
+
+
+def test_opcheck_of_the_dense_route_and_of_varlen():
+    q, k, v = make_qkv(Hq=2, Lq=200, D=16)
+    for lse in (True, False):
+        all_pass(
+            opcheck(
+                ops.attention,
+                (q, k, v, None, None, *facts("exact"), lse, False, "dense"),
+                test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+            )
+        )
+    packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    cuts = torch.tensor([0, 60, 200])
+    all_pass(
+        opcheck(ops.attention_varlen, (*packed, cuts, cuts, *facts("int8"), True, "reference"))
+    )
+
+
+@pytest.fixture
+def compiled():
+    torch._dynamo.reset()
+    yield lambda f, **options: torch.compile(f, fullgraph=True, backend="aot_eager", **options)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-fast", "half", "exact"])
+def test_attention_compiles_whole(backend, precision, compiled):
+    q, k, v = clustered_qkv(Hq=4, Hk=2, L=300)
+    mask = torch.ones(1, 1, 1, 300, dtype=torch.bool)
+
+    def f(q, k, v):
+        x = sparge.attention(
+            q * 1.5, k, v, is_causal=True, attn_mask=mask, enable_gqa=True,
+            recipe=RECIPES[precision], backend=backend,
+        )  # fmt: skip
+        return x + 1
+
+    with sparge.record() as runs:
+        found = compiled(f)(q, k, v)
+    assert torch.equal(found, f(q, k, v))
+    assert [run.backend for run in runs] == [backend], "a compiled call is recorded too"
+    assert runs[0].density < 1
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-fast", "exact"])
+def test_the_two_halves_compile_whole(backend, precision, compiled):
+    q, k, v = clustered_qkv(Hq=4, Hk=2, L=300)
+    recipe = RECIPES[precision]
+
+    def f(q, k, v):
+        common = {"enable_gqa": True, "recipe": recipe, "backend": backend}
+        plan = sparge.make_plan(q, k, is_causal=True, **common)
+        out, lse = sparge.attend(q, k, v, plan, **common)
+        return sparge.merge(out, lse, out, lse)
+
+    for found, eager in zip(compiled(f)(q, k, v), f(q, k, v), strict=True):
+        assert torch.equal(found, eager)
+
+
+def test_the_default_call_compiles_whole_and_takes_any_length(compiled):
+    def f(q, k, v):
+        return sparge.attention(q, k, v, is_causal=True)
+
+    g = compiled(f, dynamic=True)
+    for L in (100, 130, 257):
+        q, k, v = make_qkv(Hq=2, Lq=L, D=16)
+        assert torch.allclose(g(q, k, v), f(q, k, v), atol=1e-6)
+
+
+def test_lengths_do_not_recompile(backend, compiled):
+    recipe = RECIPES["exact"]
+    g = compiled(
+        lambda q, k, v: sparge.attention(q, k, v, recipe=recipe, backend=backend), dynamic=True
+    )
+    g(*make_qkv(Hq=2, Lq=300, D=16))  # one block alone would be a shape of its own
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for L in (130, 257, 400):
+            q, k, v = make_qkv(Hq=2, Lq=L, D=16)
+            eager = sparge.attention(q, k, v, recipe=recipe, backend=backend)
+            assert torch.equal(g(q, k, v), eager)
+
+
+def test_gradients_compile_whole(backend, compiled):
+    recipe = RECIPES["exact"]
+
+    def f(q, k, v):
+        return sparge.attention(q, k, v, is_causal=True, recipe=recipe, backend=backend).square()
+
+    grads = []
+    for g in (compiled(f), f):
+        x = [t.requires_grad_() for t in make_qkv(Hq=2, Lq=140, D=16)]
+        g(*x).sum().backward()
+        grads.append([t.grad for t in x])
+    assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_the_dense_route_keeps_torch_s_gradient(compiled):
+    recipe = RECIPES["exact"]
+    x = [t.requires_grad_() for t in make_qkv(Hq=2, Lq=140, D=16)]
+    g = compiled(lambda q, k, v: sparge.attention(q, k, v, recipe=recipe))
+    found = torch.autograd.grad(g(*x).square().sum(), x)
+    dense = torch.nn.functional.scaled_dot_product_attention(*x)
+    for a, b in zip(found, torch.autograd.grad(dense.square().sum(), x), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_inductor_compiles_it_too():
+    torch._dynamo.reset()
+    q, k, v = make_qkv(Hq=2, Lq=140, D=16)
+
+    def f(q, k, v):
+        return sparge.attention(q, k, v, recipe=RECIPES["int8"], backend="reference") * 2
+
+    with torch.no_grad():
+        assert torch.equal(torch.compile(f, fullgraph=True)(q, k, v), f(q, k, v))
+
+
+def test_a_fake_call_runs_nothing():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), sparge.record() as runs:
+        q = torch.empty(2, 4, 1000, 64, dtype=torch.bfloat16)
+        out, lse = sparge.attention(q, q, q[..., :32], return_lse=True)
+    assert out.shape == (2, 4, 1000, 32)
+    assert out.dtype == torch.bfloat16
+    assert lse.shape == (2, 4, 1000)
+    assert not runs
