@@ -22,7 +22,7 @@ FLOORS = [
     {"tokenmask", "qtensor", "call", "blockplan", "scores"},
     {"check", "backends", "record"},
     {"plan", "quantize", "attend"},
-    {"run"},
+    {"run", "memo"},
     {"ops", "fakes", "merge"},
     {"api", "varlen"},
     {"__init__", "synthetic"},

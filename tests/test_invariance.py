@@ -91,6 +91,27 @@ def test_permuting_heads_permutes_results(backend, order, precision, seed):
     assert_same([x[:, order] for x in straight], shuffled)
 
 
+@pytest.mark.rule("5.12", "5.13", "5.14")
+@settings(max_examples=30, deadline=None)
+@given(
+    recipe=st.sampled_from(RECIPES),
+    D=st.integers(1, 40),
+    Lk=st.integers(1, 300),
+    blocks=st.integers(1, 2),
+    tail=st.integers(1, 128),
+    seed=st.integers(0, 99),
+)
+def test_nothing_around_a_row_changes_it(backend, recipe, D, Lk, blocks, tail, seed):
+    """Threads, batch and cut at once, over shapes nobody picked."""
+    cut = 128 * blocks
+    q, k, v = make_qkv(B=2, Hq=2, Hk=1, Lq=cut + tail, Lk=Lk, D=D, seed=seed)
+    torch.set_num_threads(2)
+    whole = run(q, k, v, recipe, backend)
+    torch.set_num_threads(1)
+    parts = [run(x, k[1:], v[1:], recipe, backend) for x in (q[1:, :, :cut], q[1:, :, cut:])]
+    assert_same([torch.cat(x, 2) for x in zip(*parts, strict=True)], [x[1:] for x in whole])
+
+
 def test_the_same_call_twice(backend):
     q, k, v = clustered_qkv(Hq=2, L=300)
     for precision in PRECISIONS:

@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from . import ops
+from . import memo, ops
 from .attend.dense import attend_dense
 from .autocast import as_autocast, without_autocast
 from .backends import AUTO, DENSE, Choice, choose, host
@@ -53,22 +53,32 @@ def attention(
     Returns a tensor of the input dtype, or `(out, lse)` with the natural-log LSE `[B, Hq, Lq]`.
     """
     query, key, value = as_autocast(query, key, value)
-    call = check_call(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        causal_align=causal_align,
-        recipe=recipe,
-        block_mask=block_mask,
-        backend=backend,
-        return_lse=return_lse,
-    )
+    known = None
+    if attn_mask is None and block_mask is None:
+        plain = (is_causal, scale, enable_gqa, causal_align, recipe, backend, return_lse)
+        known = memo.key_of(query, key, value, *plain)
+    recalled = memo.recall(known)
+    if recalled is not None:
+        call, choice = recalled
+    else:
+        call = check_call(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            causal_align=causal_align,
+            recipe=recipe,
+            block_mask=block_mask,
+            backend=backend,
+            return_lse=return_lse,
+        )
+        choice = choose(host(), call, backend)
+        memo.remember(known, call, choice)
     mask, blocks = as_4d(attn_mask), as_4d(block_mask)
-    dense = call.needs_grad and choose(host(), call, backend).backend == DENSE
+    dense = call.needs_grad and choice.backend == DENSE
     if torch.compiler.is_compiling() and dense:
         # torch's own gradient; the one case that cannot be recorded
         tokens = tokens_of(call, mask)
@@ -81,7 +91,7 @@ def attention(
         )
     else:
         # The same work without the dispatcher, whose cost short calls would feel.
-        done = run_attention(query, key, value, mask, blocks, call, backend=backend)
+        done = run_attention(query, key, value, mask, blocks, call, choice)
         note(done.run)
         out, lse = done.out, done.lse
     if not return_lse:

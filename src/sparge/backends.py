@@ -103,6 +103,7 @@ _REFERENCE = Backend(
 )
 # Fastest first; the reference last. Dense is apart: it has no stages.
 _BACKENDS: dict[str, Backend] = {_REFERENCE.name: _REFERENCE}
+_changes = 0
 
 
 def register_backend(backend: Backend) -> None:
@@ -113,15 +114,23 @@ def register_backend(backend: Backend) -> None:
         raise ValueError(f"there is a backend named {backend.name!r} already")
     if missing := set(STAGES) - set(backend.modules):
         raise ValueError(f"backend {backend.name!r} has no module for stages {sorted(missing)}")
-    others = dict(_BACKENDS)
-    _BACKENDS.clear()
-    _BACKENDS.update({backend.name: backend, **others})
+    _replace_registry({backend.name: backend, **_BACKENDS})
 
 
 def unregister_backend(name: str) -> None:
     if name == _REFERENCE.name or name not in _BACKENDS:
         raise ValueError(f"{name!r} is not a backend that was registered")
-    del _BACKENDS[name]
+    _replace_registry({n: b for n, b in _BACKENDS.items() if n != name})
+
+
+def _replace_registry(registry: dict[str, Backend]) -> None:
+    global _BACKENDS, _changes
+    _BACKENDS, _changes = registry, _changes + 1
+
+
+def registry_age() -> int:
+    """Counts changes of the registry; what was chosen before one may no longer hold."""
+    return _changes
 
 
 def backends() -> tuple[Backend, ...]:

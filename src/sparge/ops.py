@@ -15,6 +15,7 @@ from torch import Tensor
 from . import fakes
 from .attend.backward import attend_backward
 from .autocast import without_autocast
+from .backends import choose, host
 from .blockplan import BlockPlan
 from .call import Call
 from .check import check_boundaries
@@ -279,7 +280,8 @@ def _attention(
         return_lse=return_lse,
         needs_grad=needs_grad,
     )
-    done = run_attention(query, key, value, attn_mask, block_mask, call, backend=backend)
+    choice = choose(host(), call, backend)
+    done = run_attention(query, key, value, attn_mask, block_mask, call, choice)
     note(done.run)
     _, lse, counts, indices, allowed = fakes.fake_attention(query, key, value)
     if done.plan is not None:

@@ -41,11 +41,9 @@ def run_attention(
     attn_mask: Tensor | None,
     block_mask: Tensor | None,
     call: Call,
-    *,
-    backend: str,
+    choice: Choice,
 ) -> Outcome:
     """The whole journey of one call. The run is returned, not noted: varlen gathers several."""
-    choice = choose(host(), call, backend)
     tokens = tokens_of(call, attn_mask)
     watch = Stopwatch(call, choice)
     if choice.backend == DENSE:
@@ -80,7 +78,7 @@ def run_varlen(
     outs, lses, runs = [], [], []
     for q, k, v in sequences(query, key, value, cuts):
         one = replace(call, Lq=q.shape[2], Lk=k.shape[2])
-        done = run_attention(q, k, v, None, None, one, backend=backend)
+        done = run_attention(q, k, v, None, None, one, choose(host(), one, backend))
         outs.append(done.out[0].transpose(0, 1))
         lses.append(done.lse)
         runs.append(done.run)

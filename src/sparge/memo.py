@@ -1,0 +1,51 @@
+"""Calls seen before: checking and choosing cost more than a short call's attention.
+
+The answer to both follows from shapes, dtypes, devices and plain arguments, so it is remembered
+by them. Calls with masks, and graphs being traced, are always looked at anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import ENV, Choice, registry_age
+from .call import Call
+
+_MOST = 1024
+_known: dict[Hashable, tuple[Call, Choice]] = {}
+
+
+def key_of(query: Any, key: Any, value: Any, *arguments: Any) -> Hashable | None:
+    """What the answer depends on, or None where it cannot be remembered."""
+    if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
+        return None
+    return (
+        *(query.shape, key.shape, value.shape),
+        *(query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device),
+        *(query.requires_grad, key.requires_grad, value.requires_grad, torch.is_grad_enabled()),
+        # 1 and True are equal, yet one of them is refused.
+        *arguments,
+        *map(type, arguments),
+        os.environ.get(ENV),
+        registry_age(),
+    )
+
+
+def recall(key: Hashable | None) -> tuple[Call, Choice] | None:
+    try:
+        return None if key is None else _known.get(key)
+    except TypeError:  # an argument that cannot be hashed is one that will be refused
+        return None
+
+
+def remember(key: Hashable | None, call: Call, choice: Choice) -> None:
+    if key is not None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[key] = call, choice
