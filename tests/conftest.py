@@ -5,12 +5,16 @@ A backend registered before collection (`pytest -p your_plugin`) is in the suite
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import sparge
 from calls import fake
-from sparge.backends import backends, unregister_backend
+from sparge.attend import reference as reference_attend
+from sparge.backends import STAGES, Backend, backends, register_backend, unregister_backend
 
 BACKENDS = [b.name for b in backends()]
 
@@ -65,3 +69,28 @@ def register():
     for name in made:
         unregister_backend(name)
     assert backends() == before
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    """Test runners may set a width of their own."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def add_backend(monkeypatch):
+    """Register a backend for one test, the reference but for what is given."""
+    names = []
+
+    def add(name, *, refusal=None, attend=reference_attend.attend):
+        monkeypatch.setitem(sys.modules, f"attend_of_{name}", SimpleNamespace(attend=attend))
+        modules = {stage: f"sparge.{stage}.reference" for stage in STAGES}
+        modules["attend"] = f"attend_of_{name}"
+        register_backend(
+            Backend(name, "of a test", lambda h, c: refusal, lambda h, c: "slow", modules)
+        )
+        names.append(name)
+
+    yield add
+    for name in names:
+        unregister_backend(name)

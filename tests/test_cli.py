@@ -1,4 +1,4 @@
-"""The console program: every command in text and JSON, every exit code, clean errors."""
+"""`sparge`: its messages and exit codes, `demo` and `bench`."""
 
 from __future__ import annotations
 
@@ -7,76 +7,18 @@ import os
 import runpy
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import sparge
-from sparge import Backend, Recipe, cli
-from sparge.attend import reference as reference_attend
-from sparge.backends import STAGES, backends, register_backend, unregister_backend
+from cli_runs import BENCH, DEMO, EXPLAIN, WHY, attend_wrongly, complaint, run_json, run_text
+from sparge import Recipe, cli
 from sparge.cli import bench, demo, main
-from sparge.report import machine
 from sparge.report.tables import Column, Table, error, to_json
 from sparge.synthetic import structured_qkv
 
-DEMO = ["demo", "--length", "384", "--heads", "2"]
-BENCH = ["bench", "--lengths", "256", "--heads", "2", "--repeat", "1"]
-EXPLAIN = ["explain", "--shape", "1,8,1024,64"]
-WHY = "needs a full moon"
-
-
-@pytest.fixture(autouse=True)
-def piped(monkeypatch):
-    """Test runners may set a width of their own."""
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
-@pytest.fixture
-def add_backend(monkeypatch):
-    """Register a backend for one test, the reference but for what is given."""
-    names = []
-
-    def add(name, *, refusal=None, attend=reference_attend.attend):
-        monkeypatch.setitem(sys.modules, f"attend_of_{name}", SimpleNamespace(attend=attend))
-        modules = {stage: f"sparge.{stage}.reference" for stage in STAGES}
-        modules["attend"] = f"attend_of_{name}"
-        register_backend(
-            Backend(name, "of a test", lambda h, c: refusal, lambda h, c: "slow", modules)
-        )
-        names.append(name)
-
-    yield add
-    for name in names:
-        unregister_backend(name)
-
-
-def attend_wrongly(*args, **kwargs):
-    out, lse, pv_skips = reference_attend.attend(*args, **kwargs)
-    return out * 1.001, lse, pv_skips
-
-
-def run_text(argv, capsys, code=0):
-    assert main(argv) == code
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
-
-
-def run_json(argv, capsys, code=0):
-    return json.loads(run_text([*argv, "--json"], capsys, code))
-
-
-def complaint(argv, capsys, code=2):
-    """What stderr says; nothing may reach stdout, and a mistake takes one line."""
-    assert main(argv) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("sparge: error: ")
-    assert "Traceback" not in err
-    assert code != 2 or err.count("\n") == 1
-    return err
+pytestmark = pytest.mark.usefixtures("piped")
 
 
 def test_version_and_help_and_the_module(capsys, monkeypatch):
@@ -211,119 +153,6 @@ def test_demo_in_text_and_to_a_file(capsys, tmp_path):
     dense = f"dense SDPA {found['dense_seconds'] * 1e3:.1f} ms"
     for words in ("backend reference", found["machine_line"], auto.reason, "is not fast", dense):
         assert words in text
-
-
-def checks_of(document):
-    return {check["backend"]: check for check in document["self_check"]["checks"]}
-
-
-def test_doctor_checks_every_backend(capsys, monkeypatch):
-    monkeypatch.setenv("SPARGE_TEST_NOTE", "here")
-    found = run_json(["doctor"], capsys)
-    assert found["versions"]["sparge"] == sparge.__version__
-    assert found["versions"]["safetensors"] is not None
-    assert found["environment"] == {"SPARGE_TEST_NOTE": "here"}
-    names = [backend.name for backend in backends()]
-    judged = found["backends"][0]
-    assert judged["call"] == "[1, 32/8, 8192, 128] bfloat16 on cpu causal top_left"
-    assert [row["backend"] for row in judged["rows"]] == [*names, "dense"]
-    assert [row["serves"] for row in judged["rows"]][-2:] == ["yes", "yes"]
-    assert sum(row["auto"].startswith("takes it") for row in judged["rows"]) == 1
-    checks = checks_of(found)
-    assert set(checks) == {*names, "dense", "auto"}
-    assert 0 < checks["reference"]["error"] < 1e-5
-    text = run_text(["doctor"], capsys)
-    for words in (torch.__version__, "SPARGE_TEST_NOTE=here", "is faster at every shape"):
-        assert words in text
-    assert text.rstrip().endswith("self-check passed")
-
-
-def test_doctor_tells_a_refusal_from_a_fault(add_backend, capsys):
-    add_backend("picky", refusal=WHY)
-    found = run_json(["doctor"], capsys)
-    assert list(found["backends"][0]["rows"][0].values()) == ["picky", "no", WHY, WHY]
-    assert checks_of(found)["picky"]["verdict"] == "refused"
-    add_backend("wrong", attend=attend_wrongly)
-    add_backend("broken", attend=None)
-    checks = checks_of(run_json(["doctor"], capsys, code=1))
-    assert checks["wrong"]["error"] == pytest.approx(1e-3, rel=1e-2)
-    assert checks["broken"]["error"] is None
-    assert checks["broken"]["why"] == "TypeError: 'NoneType' object is not callable"
-    failed = {name for name, check in checks.items() if check["verdict"] == "failed"}
-    assert failed == {"wrong", "broken"}
-    assert "self-check FAILED" in run_text(["doctor"], capsys, code=1)
-
-
-def test_doctor_finds_an_unknown_backend_in_the_environment(capsys, monkeypatch):
-    monkeypatch.setenv("SPARGE_BACKEND", "magic")
-    found = run_json(["doctor"], capsys, code=1)
-    assert "SPARGE_BACKEND=magic" in found["backends"][0]["rows"][0]["auto"]
-    checks = checks_of(found)
-    assert (checks["reference"]["verdict"], checks["auto"]["verdict"]) == ("passed", "failed")
-
-
-@pytest.mark.parametrize(
-    "text, sets",
-    [
-        ("model name : Fast\nflags : fpu avx2 amx_int8\n\nflags : avx512f", {"avx2", "amx_int8"}),
-        ("model name : Fast\nFeatures : fp asimd", set()),
-        ("model name : Fast", None),
-    ],
-)
-def test_what_the_system_tells_of_its_cpu(text, sets, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
-    assert machine.machine()["instruction_sets"] is None
-    (tmp_path / "cpuinfo").write_text(text)
-    facts = machine.machine()
-    assert facts["cpu"] == "Fast"
-    found = facts["instruction_sets"]
-    assert (found and {name for name, there in found.items() if there}) == (found and sets)
-    text = run_text(["doctor"], capsys)
-    assert ("not told" in text) == (found is None) == (sets is None)
-    assert "no SPARGE_ variable set" in text
-
-
-def test_an_accelerator_is_named(monkeypatch):
-    module = SimpleNamespace(get_device_name=lambda i: f"GPU {i}")
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert machine.accelerators() == ["GPU 0", "GPU 1"]
-    assert machine.devices() == ["cpu", "cuda"]
-    assert "GPU 0, GPU 1" in machine.machine_line()
-
-
-def test_explain(capsys):
-    x = torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16)
-    choice = sparge.explain(x, x, x)
-    found = run_json(EXPLAIN, capsys)
-    assert found["call"] == "[1, 8, 1024, 64] bfloat16 on cpu"
-    assert found["choice"] == choice.to_dict()
-    assert run_text(EXPLAIN, capsys) == f"[1, 8, 1024, 64] bfloat16 on cpu\n{choice}\n"
-
-
-def test_explain_every_option(capsys, tmp_path):
-    file = tmp_path / "recipe.json"
-    file.write_text(Recipe(precision="exact", sink_blocks=3).to_json())
-    # The query alone would need 256 GB.
-    argv = "explain --shape 4,32,8388608,128 --kv-heads 8 --kv-length 9000000 --value-dim 64"
-    argv += f" --dtype fp16 --causal --align bottom_right --backend reference --lse --recipe {file}"
-    found = run_json(argv.split(), capsys)
-    call = "[4, 32/8, 8388608x9000000, 128/64] float16 on cpu causal bottom_right"
-    assert found["call"] == call
-    assert found["return_lse"] is True
-    assert found["recipe"] == json.loads(file.read_text())
-    assert found["choice"]["reason"] == "asked for by backend='reference'"
-    in_place = run_json([*EXPLAIN, "--recipe", '{"keep": {"mass": 0.9}}'], capsys)
-    assert in_place["recipe"]["keep"] == {"mass": 0.9}
-
-
-def test_unsupported_has_its_own_code_and_all_reasons(add_backend, capsys):
-    add_backend("picky", refusal=WHY)
-    message = complaint([*EXPLAIN, "--backend", "picky"], capsys, code=3)
-    assert f"picky: {WHY}" in message
-    assert "reference: can serve it" in message
 
 
 def test_bench_measures(capsys):

@@ -1,0 +1,40 @@
+"""How the tests of the command line run it."""
+
+from __future__ import annotations
+
+import json
+
+from sparge.attend import reference as reference_attend
+from sparge.cli import main
+
+DEMO = ["demo", "--length", "384", "--heads", "2"]
+BENCH = ["bench", "--lengths", "256", "--heads", "2", "--repeat", "1"]
+EXPLAIN = ["explain", "--shape", "1,8,1024,64"]
+WHY = "needs a full moon"
+
+
+def attend_wrongly(*args, **kwargs):
+    out, lse, pv_skips = reference_attend.attend(*args, **kwargs)
+    return out * 1.001, lse, pv_skips
+
+
+def run_text(argv, capsys, code=0):
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def run_json(argv, capsys, code=0):
+    return json.loads(run_text([*argv, "--json"], capsys, code))
+
+
+def complaint(argv, capsys, code=2):
+    """What stderr says; nothing may reach stdout, and a mistake takes one line."""
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("sparge: error: ")
+    assert "Traceback" not in err
+    assert code != 2 or err.count("\n") == 1
+    return err

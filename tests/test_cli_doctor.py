@@ -1,0 +1,133 @@
+"""`sparge doctor` and `sparge explain`."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import sparge
+from cli_runs import EXPLAIN, WHY, attend_wrongly, complaint, run_json, run_text
+from sparge import Recipe
+from sparge.backends import backends
+from sparge.report import machine
+
+pytestmark = pytest.mark.usefixtures("piped")
+
+
+def checks_of(document):
+    checks = document["self_check"]["checks"]
+    return {check["backend"]: check for check in checks if check["precision"] == "exact"}
+
+
+def test_doctor_checks_every_backend(capsys, monkeypatch):
+    monkeypatch.setenv("SPARGE_TEST_NOTE", "here")
+    found = run_json(["doctor"], capsys)
+    assert found["versions"]["sparge"] == sparge.__version__
+    assert found["versions"]["safetensors"] is not None
+    assert found["environment"] == {"SPARGE_TEST_NOTE": "here"}
+    names = [backend.name for backend in backends()]
+    judged = found["backends"][0]
+    assert judged["call"] == "[1, 32/8, 8192, 128] bfloat16 on cpu causal top_left"
+    assert [row["backend"] for row in judged["rows"]] == [*names, "dense"]
+    assert [row["serves"] for row in judged["rows"]][-2:] == ["yes", "yes"]
+    assert sum(row["auto"].startswith("takes it") for row in judged["rows"]) == 1
+    checks = checks_of(found)
+    assert set(checks) == {*names, "dense", "auto"}
+    assert 0 < checks["reference"]["error"] < 1e-5
+    of_reference = [c for c in found["self_check"]["checks"] if c["backend"] == "reference"]
+    assert [c["precision"] for c in of_reference] == ["exact", "half", "int8", "int8-fast"]
+    text = run_text(["doctor"], capsys)
+    for words in (torch.__version__, "SPARGE_TEST_NOTE=here", "is faster at every shape"):
+        assert words in text
+    assert text.rstrip().endswith("self-check passed")
+
+
+def test_doctor_tells_a_refusal_from_a_fault(add_backend, capsys):
+    add_backend("picky", refusal=WHY)
+    found = run_json(["doctor"], capsys)
+    assert list(found["backends"][0]["rows"][0].values()) == ["picky", "no", WHY, WHY]
+    assert checks_of(found)["picky"]["verdict"] == "refused"
+    add_backend("wrong", attend=attend_wrongly)
+    add_backend("broken", attend=None)
+    checks = checks_of(run_json(["doctor"], capsys, code=1))
+    assert checks["wrong"]["error"] == pytest.approx(1e-3, rel=1e-2)
+    assert checks["broken"]["error"] is None
+    assert checks["broken"]["why"] == "TypeError: 'NoneType' object is not callable"
+    failed = {name for name, check in checks.items() if check["verdict"] == "failed"}
+    assert failed == {"wrong", "broken"}
+    assert "self-check FAILED" in run_text(["doctor"], capsys, code=1)
+
+
+def test_doctor_finds_an_unknown_backend_in_the_environment(capsys, monkeypatch):
+    monkeypatch.setenv("SPARGE_BACKEND", "magic")
+    found = run_json(["doctor"], capsys, code=1)
+    assert "SPARGE_BACKEND=magic" in found["backends"][0]["rows"][0]["auto"]
+    checks = checks_of(found)
+    assert (checks["reference"]["verdict"], checks["auto"]["verdict"]) == ("passed", "failed")
+
+
+@pytest.mark.parametrize(
+    "text, sets",
+    [
+        ("model name : Fast\nflags : fpu avx2 amx_int8\n\nflags : avx512f", {"avx2", "amx_int8"}),
+        ("model name : Fast\nFeatures : fp asimd", set()),
+        ("model name : Fast", None),
+    ],
+)
+def test_what_the_system_tells_of_its_cpu(text, sets, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert machine.machine()["instruction_sets"] is None
+    (tmp_path / "cpuinfo").write_text(text)
+    facts = machine.machine()
+    assert facts["cpu"] == "Fast"
+    found = facts["instruction_sets"]
+    assert (found and {name for name, there in found.items() if there}) == (found and sets)
+    text = run_text(["doctor"], capsys)
+    assert ("not told" in text) == (found is None) == (sets is None)
+    assert "no SPARGE_ variable set" in text
+
+
+def test_an_accelerator_is_named(monkeypatch):
+    module = SimpleNamespace(get_device_name=lambda i: f"GPU {i}")
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert machine.accelerators() == ["GPU 0", "GPU 1"]
+    assert machine.devices() == ["cpu", "cuda"]
+    assert "GPU 0, GPU 1" in machine.machine_line()
+
+
+def test_explain(capsys):
+    x = torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16)
+    choice = sparge.explain(x, x, x)
+    found = run_json(EXPLAIN, capsys)
+    assert found["call"] == "[1, 8, 1024, 64] bfloat16 on cpu"
+    assert found["choice"] == choice.to_dict()
+    assert run_text(EXPLAIN, capsys) == f"[1, 8, 1024, 64] bfloat16 on cpu\n{choice}\n"
+
+
+def test_explain_every_option(capsys, tmp_path):
+    file = tmp_path / "recipe.json"
+    file.write_text(Recipe(precision="exact", sink_blocks=3).to_json())
+    # The query alone would need 256 GB.
+    argv = "explain --shape 4,32,8388608,128 --kv-heads 8 --kv-length 9000000 --value-dim 64"
+    argv += f" --dtype fp16 --causal --align bottom_right --backend reference --lse --recipe {file}"
+    found = run_json(argv.split(), capsys)
+    call = "[4, 32/8, 8388608x9000000, 128/64] float16 on cpu causal bottom_right"
+    assert found["call"] == call
+    assert found["return_lse"] is True
+    assert found["recipe"] == json.loads(file.read_text())
+    assert found["choice"]["reason"] == "asked for by backend='reference'"
+    in_place = run_json([*EXPLAIN, "--recipe", '{"keep": {"mass": 0.9}}'], capsys)
+    assert in_place["recipe"]["keep"] == {"mass": 0.9}
+
+
+def test_unsupported_has_its_own_code_and_all_reasons(add_backend, capsys):
+    add_backend("picky", refusal=WHY)
+    message = complaint([*EXPLAIN, "--backend", "picky"], capsys, code=3)
+    assert f"picky: {WHY}" in message
+    assert "reference: can serve it" in message
