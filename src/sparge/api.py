@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -53,30 +53,20 @@ def attention(
     Returns a tensor of the input dtype, or `(out, lse)` with the natural-log LSE `[B, Hq, Lq]`.
     """
     query, key, value = as_autocast(query, key, value)
-    known = None
-    if attn_mask is None and block_mask is None:
-        plain = (is_causal, scale, enable_gqa, causal_align, recipe, backend, return_lse)
-        known = memo.key_of(query, key, value, *plain)
-    recalled = memo.recall(known)
-    if recalled is not None:
-        call, choice = recalled
-    else:
-        call = check_call(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            causal_align=causal_align,
-            recipe=recipe,
-            block_mask=block_mask,
-            backend=backend,
-            return_lse=return_lse,
-        )
-        choice = choose(host(), call, backend)
-        memo.remember(known, call, choice)
+    call, choice = _check_and_choose(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        block_mask=block_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        backend=backend,
+        return_lse=return_lse,
+    )
     mask, blocks = as_4d(attn_mask), as_4d(block_mask)
     dense = call.needs_grad and choice.backend == DENSE
     if torch.compiler.is_compiling() and dense:
@@ -238,21 +228,43 @@ def explain(
 ) -> Choice:
     """Which backend `attention` would run for these arguments, and why each other would not."""
     query, key, value = as_autocast(query, key, value)
-    call = check_call(
+    _, choice = _check_and_choose(
         query,
         key,
         value,
         attn_mask=attn_mask,
+        block_mask=block_mask,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
         causal_align=causal_align,
         recipe=recipe,
-        block_mask=block_mask,
         backend=backend,
         return_lse=return_lse,
     )
-    return choose(host(), call, backend)
+    return choice
+
+
+def _check_and_choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    block_mask: Tensor | None,
+    backend: str,
+    **plain: Any,
+) -> tuple[Call, Choice]:
+    masked = attn_mask is not None or block_mask is not None
+    known = None if masked else memo.key_of(query, key, value, backend, *plain.values())
+    recalled = memo.recall(known)
+    if recalled is not None:
+        return recalled
+    masks: dict[str, Any] = {"attn_mask": attn_mask, "block_mask": block_mask}
+    call = check_call(query, key, value, backend=backend, **masks, **plain)
+    choice = choose(host(), call, backend)
+    memo.remember(known, call, choice)
+    return call, choice
 
 
 def call_facts(call: Call) -> CallFacts:
