@@ -72,6 +72,23 @@ def test_equal_looks_at_tensors_and_facts():
     assert not plan.equal(dataclasses.replace(plan, causal_align="bottom_right"))
 
 
+def test_plans_compare_by_what_they_keep():
+    assert a_plan(is_causal=True) == a_plan(is_causal=True)
+    assert a_plan(is_causal=True) != a_plan()
+    assert a_plan(seed=0) != a_plan(seed=1)
+    assert a_plan() != "a plan"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(a_plan())
+
+
+def test_a_plan_moves_to_another_device():
+    plan = a_plan(is_causal=True)
+    moved = plan.to("meta")
+    assert {x.device.type for x in (moved.counts, moved.indices, moved.allowed)} == {"meta"}
+    assert (moved.Lq, moved.Lk, moved.is_causal) == (300, 500, True)
+    assert plan.to("cpu") == plan
+
+
 # --- counting ---------------------------------------------------------------------------------
 
 

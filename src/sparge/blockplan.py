@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,10 +214,20 @@ class BlockPlan:
                 "allow the blocks that it keeps or counts"
             )
 
+    def to(self, device: torch.device | str) -> BlockPlan:
+        """The plan on another device; a loaded plan is on the CPU."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
+
     def equal(self, other: BlockPlan) -> bool:
+        """The same blocks for the same lengths and diagonal; `==` says the same."""
         return all(getattr(self, name) == getattr(other, name) for name in _FACTS) and all(
             torch.equal(getattr(self, name), getattr(other, name)) for name in _TENSORS
         )
+
+    def __eq__(self, other: object) -> bool:
+        return self.equal(other) if isinstance(other, BlockPlan) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # tensors have no value to hash by
 
     def picture(self, b: int = 0, h: int = 0, width: int = 32) -> str:
         """One head drawn with query blocks downwards and key blocks across."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, cast, overload
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,42 @@ from .check import check_boundaries, check_call, check_packed
 from .recipe import Recipe
 from .record import apart, note
 from .run import run_together, sequences
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    causal_align: str = ...,
+    recipe: Recipe | None = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    causal_align: str = ...,
+    recipe: Recipe | None = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -78,9 +116,10 @@ def _differentiable(
             "not known; call it outside torch.compile, or under torch.no_grad()"
         )
     cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
+    outs, lses = [], []
     with apart() as runs:
-        results = [
-            attention(
+        for q, k, v in sequences(query, key, value, cuts):
+            done = attention(
                 q,
                 k,
                 v,
@@ -90,12 +129,10 @@ def _differentiable(
                 causal_align=call.causal_align,
                 recipe=call.recipe,
                 backend=backend,
-                return_lse=call.return_lse,
+                return_lse=cast(Literal[True], call.return_lse),
             )
-            for q, k, v in sequences(query, key, value, cuts)
-        ]
+            out, lse = done if call.return_lse else (cast(Tensor, done), None)
+            outs.append(out[0].transpose(0, 1))
+            lses += [] if lse is None else [lse[0]]
     note(run_together(call, choose(host(), call, backend), runs))
-    outs = [r[0] if isinstance(r, tuple) else r for r in results]
-    lses = [r[1][0] for r in results if isinstance(r, tuple)]
-    out = torch.cat([o[0].transpose(0, 1) for o in outs])
-    return out, torch.cat(lses, 1) if lses else None
+    return torch.cat(outs), torch.cat(lses, 1) if lses else None
