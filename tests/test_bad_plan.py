@@ -219,7 +219,10 @@ def test_validate(changes, says):
 
 def test_validate_accepts_what_is_right():
     for plan in (PLAN, CAUSAL_PLAN, MASKED_PLAN):
-        plan.validate()
+        copy = plan_like(plan)
+        assert not copy.is_valid
+        copy.validate()
+        assert copy.is_valid
 
 
 def test_load_what_is_no_plan(tmp_path):

@@ -62,6 +62,13 @@ def test_the_callers_mistakes_are_one_clean_line(argv, message, capsys):
     assert message in complaint(argv, capsys)
 
 
+def test_a_fault_of_ours_is_not_called_the_callers(capsys, monkeypatch):
+    monkeypatch.setattr("sparge.cli.doctor.versions", lambda: None + 1)
+    with pytest.raises(TypeError):
+        main(["doctor"])
+    assert complaint([*EXPLAIN, "--recipe", '{"sink_blocks": "two"}'], capsys).count("sink_blocks")
+
+
 def test_a_reader_that_leaves_is_no_error_message():
     argv = [sys.executable, "-m", "sparge", *EXPLAIN, "--json"]
     read, write = os.pipe()

@@ -66,6 +66,13 @@ def test_imports_point_one_way():
             assert floor_of(name) <= floor_of(own), f"{relative} imports {name} from above"
 
 
+def test_no_stage_calls_an_earlier_one():
+    for verb, forbidden in (("attend", {"plan", "quantize"}), ("quantize", {"plan", "attend"})):
+        for file in (SRC / verb).glob("*.py"):
+            assert not imports_of(file) & forbidden, file.name
+    assert not any("attend" in imports_of(file) for file in (SRC / "plan").glob("*.py"))
+
+
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""

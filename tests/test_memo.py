@@ -87,13 +87,28 @@ def test_the_environment_and_the_registry_are_asked_anew(monkeypatch, register):
     assert backend() == "mine"
 
 
-def test_calls_with_masks_are_not_remembered():
+def test_masks_are_remembered_by_their_shape_and_dtype():
     q, k, v = tensors()
     mask = torch.ones(140, 200, dtype=torch.bool)
-    sparge.attention(q, k, v, attn_mask=mask)
-    assert not memo._known
+    first = sparge.attention(q, k, v, attn_mask=mask)
+    mask[:, 10:] = False
+    assert not torch.equal(sparge.attention(q, k, v, attn_mask=mask), first)
+    assert len(memo._known) == 1
     with pytest.raises(ValueError, match="broadcast"):
         sparge.attention(q, k, v, attn_mask=mask[:, :-1])
+    with pytest.raises(TypeError, match="int32"):
+        sparge.attention(q, k, v, attn_mask=mask.int())
+    blocks = torch.ones(2, 4, dtype=torch.bool)
+    with sparge.record() as runs:
+        sparge.attention(q, k, v, block_mask=blocks)
+        sparge.attention(q, k, v, attn_mask=mask)
+    assert [run.backend for run in runs] == ["reference", "dense"]
+
+
+def test_nobody_can_change_what_is_remembered():
+    q, k, v = tensors()
+    sparge.explain(q, k, v).rejected.clear()
+    assert "reference" in sparge.explain(q, k, v).rejected
 
 
 def test_it_does_not_grow_without_end(monkeypatch):

@@ -35,7 +35,7 @@ def test_opcheck_of_every_stage(backend, precision):
         *q_and_k, codes, v_scale, shift = ops.quantize(q, k, v, *call, backend)
         given = codes if precision == "int8-fast" else v
         operands = (*q_and_k, given, v_scale, shift, mask)
-        args = (*operands, *plan, *call, torch.float32, backend)
+        args = (*operands, *plan, *call, torch.float32, 1, 1, backend)
         all_pass(opcheck(ops.attend_quantized, args))
     else:
         wanting = [x.clone().requires_grad_() for x in (q, k, v)]

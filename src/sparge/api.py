@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from . import memo, ops
 from .attend.dense import attend_dense
 from .autocast import as_autocast, without_autocast
-from .backends import AUTO, DENSE, Choice, choose, host
+from .backends import AUTO, DENSE, Choice, choose, get_backend, host
 from .blockplan import BlockPlan
 from .call import Call
 from .check import check_call, check_plan
@@ -58,6 +59,24 @@ def attention(
     backend: str = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    causal_align: str = ...,
+    recipe: Recipe | None = ...,
+    block_mask: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -111,7 +130,7 @@ def attention(
         out, lse = attend_dense(
             query, key, value, tokens, scale=call.scale, need_lse=call.return_lse
         )
-    elif torch.compiler.is_compiling() or is_fake(query) or (call.needs_grad and not dense):
+    elif torch.compiler.is_compiling() or wants_op(query) or (call.needs_grad and not dense):
         out, lse, *_ = torch.ops.sparge.attention(
             query, key, value, mask, blocks, *call_facts(call), return_lse, call.needs_grad, backend
         )
@@ -159,7 +178,8 @@ def make_plan(
     plan = torch.ops.sparge.plan(
         query.detach(), key.detach(), mask, as_4d(block_mask), *call_facts(call), backend
     )
-    return ops.plan_of_tensors(plan, call, mask)
+    made = ops.plan_of_tensors(plan, call, mask)
+    return made if torch.compiler.is_compiling() else made.trust()
 
 
 def attend(
@@ -196,7 +216,7 @@ def attend(
         return_lse=True,
     )
     check_plan(plan, call, query.device, is_causal=is_causal, causal_align=causal_align)
-    if not (torch.compiler.is_compiling() or is_fake(query) or call.needs_grad):
+    if not (torch.compiler.is_compiling() or wants_op(query) or call.needs_grad):
         mask = as_4d(attn_mask)
         done = run_attend((query, key, value), plan, mask, call, backend=backend)
         return done.out, done.lse
@@ -205,11 +225,14 @@ def attend(
     if not call.recipe.quantized:
         out, lse, _ = torch.ops.sparge.attend(query, key, value, *rest, backend)
         return out, lse
-    codes = torch.ops.sparge.quantize(query, key, value, *facts, backend)
+    # Named, because the shapes of the scales depend on it.
+    name = choose(host(), call, backend, dense_ok=False).backend
+    rows_per_scale = (get_backend(name).q_rows_per_scale, get_backend(name).k_rows_per_scale)
+    codes = torch.ops.sparge.quantize(query, key, value, *facts, name)
     *q_and_k, v, v_scale, lse_shift = codes
     v = v if call.recipe.precision == "int8-fast" else value
     out, lse, _ = torch.ops.sparge.attend_quantized(
-        *q_and_k, v, v_scale, lse_shift, *rest, query.dtype, backend
+        *q_and_k, v, v_scale, lse_shift, *rest, query.dtype, *rows_per_scale, name
     )
     return out, lse
 
@@ -278,7 +301,7 @@ def explain(
         backend=backend,
         return_lse=return_lse,
     )
-    return choice
+    return replace(choice, rejected=dict(choice.rejected))  # the caller's own copy
 
 
 def _check_and_choose(
@@ -291,8 +314,8 @@ def _check_and_choose(
     backend: str,
     **plain: Any,
 ) -> tuple[Call, Choice]:
-    masked = attn_mask is not None or block_mask is not None
-    known = None if masked else memo.key_of(query, key, value, backend, *plain.values())
+    tensors = (query, key, value, attn_mask, block_mask)
+    known = memo.key_of(*tensors, arguments=(backend, *plain.values()))
     recalled = memo.recall(known)
     if recalled is not None:
         return recalled
@@ -307,9 +330,9 @@ def call_facts(call: Call) -> CallFacts:
     return call.is_causal, call.causal_align, call.scale, call.recipe.to_json()
 
 
-def is_fake(x: Tensor) -> bool:
+def wants_op(x: Tensor) -> bool:
     """A tensor without numbers, or of a class that wants to see the op."""
-    return type(x) not in (Tensor, torch.nn.Parameter)
+    return x.is_meta or type(x) not in (Tensor, torch.nn.Parameter)
 
 
 def _detached(x: T) -> T:

@@ -66,6 +66,15 @@ def exp2(x: Tensor) -> Tensor:
     return power.mul_(exponent.view(x.dtype)).masked_fill_(x < lowest, 0.0)
 
 
+def prefix_sum(x: Tensor) -> Tensor:
+    """Running sums over the last dimension, in steps that double; `x` is overwritten."""
+    step = 1
+    while step < x.shape[-1]:
+        x[..., step:] += x[..., :-step].clone()
+        step *= 2
+    return x
+
+
 def mean_over_rows(x: Tensor, counts: Tensor | int) -> Tensor:
     """Mean over dim -2 of rows padded with zeros, `counts` being the valid ones.
 

@@ -33,6 +33,10 @@ class Host:
     cpu_capability: str
 
 
+def _torch_isa(host: Host) -> str:
+    return "torch"
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to run the stages.
@@ -41,6 +45,7 @@ class Backend:
     slower: why dense attention would be faster, or None where this backend wins.
     modules: the module of each stage in STAGES; imported when first used.
     isa: the instruction set it runs with, for the record.
+    q_rows_per_scale, k_rows_per_scale: rows that share an int8 scale; 1 is one per token.
     """
 
     name: str
@@ -48,7 +53,9 @@ class Backend:
     refusal: Callable[[Host, Call], str | None]
     slower: Callable[[Host, Call], str | None]
     modules: Mapping[str, str]
-    isa: Callable[[Host], str] = lambda host: "torch"
+    isa: Callable[[Host], str] = _torch_isa
+    q_rows_per_scale: int = 1
+    k_rows_per_scale: int = 1
 
     def stage(self, name: str) -> Any:
         module: ModuleType = importlib.import_module(self.modules[name])
@@ -78,6 +85,8 @@ class Choice:
 
 
 def _reference_refusal(host: Host, call: Call) -> str | None:
+    if call.device == "mps":
+        return "it counts mass in float64, which mps does not have; move the tensors to the cpu"
     return None
 
 

@@ -213,13 +213,25 @@ class BlockPlan:
                 f"{where}its diagonal (is_causal={self.is_causal}, {self.causal_align}) does not "
                 "allow the blocks that it keeps or counts"
             )
+        self.trust()
+
+    @property
+    def is_valid(self) -> bool:
+        """Made by a stage, or looked at once; a copy with other tensors is neither."""
+        return "_trusted" in self.__dict__
+
+    def trust(self) -> BlockPlan:
+        object.__setattr__(self, "_trusted", True)
+        return self
 
     def to(self, device: torch.device | str) -> BlockPlan:
         """The plan on another device; a loaded plan is on the CPU."""
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
     def equal(self, other: BlockPlan) -> bool:
-        """The same blocks for the same lengths and diagonal; `==` says the same."""
+        """The same blocks for the same lengths and diagonal, on one device; as `==` says."""
+        if self.counts.device != other.counts.device:
+            return False
         return all(getattr(self, name) == getattr(other, name) for name in _FACTS) and all(
             torch.equal(getattr(self, name), getattr(other, name)) for name in _TENSORS
         )
@@ -287,7 +299,7 @@ def plan_of(kept: Tensor, tokens: TokenMask) -> BlockPlan:
         "causal_align": tokens.causal_align,
         "has_mask": tokens.attn_mask is not None,
     }
-    return BlockPlan(counts, indices, may.sum(-1, dtype=torch.int32), **facts)
+    return BlockPlan(counts, indices, may.sum(-1, dtype=torch.int32), **facts).trust()
 
 
 def _lists(kept: Tensor) -> tuple[Tensor, Tensor]:

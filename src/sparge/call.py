@@ -47,7 +47,8 @@ class Call:
         return f"[{self.B}, {heads}, {lengths}, {dims}] {dtype} on {self.device}{causal}"
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What LSEs, gradients and dense sums are held in: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

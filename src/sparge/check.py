@@ -1,4 +1,4 @@
-"""The caller's mistakes are found here and nowhere else, before any work is done.
+"""The mistakes in a call are found here and nowhere else, before any work is done.
 
 Each message says what came, what is needed and the way out.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import AUTO
+from .backends import AUTO, DENSE
 from .blockplan import BlockPlan
 from .call import Call
 from .geometry import BLOCK_K, BLOCK_Q, CAUSAL_ALIGNS, MAX_HEAD_DIM, n_blocks
@@ -94,7 +94,7 @@ def check_call(
         has_mask=attn_mask is not None,
         has_block_mask=block_mask is not None,
         return_lse=return_lse,
-        needs_grad=_check_grad(tensors, attn_mask, recipe),
+        needs_grad=_check_grad(tensors, attn_mask, recipe, backend),
     )
 
 
@@ -166,7 +166,7 @@ def check_plan(
         )
     if plan.has_mask and not call.has_mask:
         raise ValueError("the plan was made with an attn_mask; give the same attn_mask to attend")
-    if not torch.compiler.is_compiling() and type(plan.counts) is Tensor:
+    if not torch.compiler.is_compiling() and type(plan.counts) is Tensor and not plan.is_valid:
         plan.validate("the plan is damaged: ")  # its numbers, which a graph being traced has not
 
 
@@ -279,7 +279,9 @@ def _check_block_mask(mask: Tensor, query: Tensor, B: int, Hq: int, Lq: int, Lk:
         )
 
 
-def _check_grad(tensors: dict[str, Tensor], attn_mask: Tensor | None, recipe: Recipe) -> bool:
+def _check_grad(
+    tensors: dict[str, Tensor], attn_mask: Tensor | None, recipe: Recipe, backend: str
+) -> bool:
     if not torch.is_grad_enabled():
         return False
     if attn_mask is not None and attn_mask.requires_grad:
@@ -288,7 +290,7 @@ def _check_grad(tensors: dict[str, Tensor], attn_mask: Tensor | None, recipe: Re
             "use attn_mask.detach(), or F.scaled_dot_product_attention for a learned bias"
         )
     needs_grad = any(x.requires_grad for x in tensors.values())
-    if needs_grad and recipe.quantized:
+    if needs_grad and recipe.quantized and backend != DENSE:
         raise ValueError(
             f"precision {recipe.precision!r} has no gradient and an input requires grad; use "
             "Recipe(precision='half') or 'exact', or call under torch.no_grad()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 BLOCK_Q = 128
 """Rows of a query block."""
@@ -27,6 +28,12 @@ def block_sizes(length: int, block: int, device: torch.device | None = None) -> 
     """Valid rows of every block, `[n]` int64."""
     starts = torch.arange(0, length, block, device=device)
     return (length - starts).clamp(max=block)
+
+
+def in_blocks(x: torch.Tensor, dim: int, block: int, *, fill: float | bool = 0) -> torch.Tensor:
+    """`dim` cut into `[n, block]`, the tail filled up; `dim` counts from the end, as -1."""
+    pad = -x.shape[dim] % block
+    return F.pad(x, (0, 0) * (-dim - 1) + (0, pad), value=fill).unflatten(dim, (-1, block))
 
 
 def diagonal_offset(Lq: int, Lk: int, causal_align: str) -> int:

@@ -1,7 +1,7 @@
 """Calls seen before: checking and choosing cost more than a short call's attention.
 
-The answer to both follows from shapes, dtypes, devices and plain arguments, so it is remembered
-by them. Calls with masks, and graphs being traced, are always looked at anew.
+The answer to both follows from shapes, dtypes, devices and plain arguments, never from numbers,
+so it is remembered by them. Graphs being traced are always looked at anew.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ _MOST = 1024
 _known: dict[Hashable, tuple[Call, Choice]] = {}
 
 
-def key_of(query: Any, key: Any, value: Any, *arguments: Any) -> Hashable | None:
+def key_of(*tensors: Any, arguments: tuple[Any, ...]) -> Hashable | None:
     """What the answer depends on, or None where it cannot be remembered."""
-    if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
+    if torch.compiler.is_compiling() or not all(x is None or type(x) is Tensor for x in tensors):
         return None
     return (
-        *(query.shape, key.shape, value.shape),
-        *(query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device),
-        *(query.requires_grad, key.requires_grad, value.requires_grad, torch.is_grad_enabled()),
+        *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors],
+        torch.is_grad_enabled(),
         # 1 and True are equal, yet one of them is refused.
         *arguments,
         *map(type, arguments),

@@ -17,9 +17,9 @@ from .attend.backward import attend_backward
 from .autocast import without_autocast
 from .backends import choose, host
 from .blockplan import BlockPlan
-from .call import Call
+from .call import Call, work_dtype
 from .check import check_boundaries
-from .geometry import BLOCK_K, n_blocks
+from .geometry import BLOCK_K
 from .qtensor import Operands, QTensor
 from .recipe import recipe_from_json
 from .record import note
@@ -51,7 +51,8 @@ _library.define(
 _library.define(
     "attend_quantized(Tensor q_codes, Tensor q_scale, Tensor k_codes, Tensor k_scale, Tensor v,"
     " Tensor v_scale, Tensor lse_shift, Tensor? attn_mask, Tensor counts, Tensor indices,"
-    f" Tensor allowed, {_CALL}, ScalarType dtype, str backend)"
+    f" Tensor allowed, {_CALL}, ScalarType dtype, int q_rows_per_scale, int k_rows_per_scale,"
+    " str backend)"
     " -> (Tensor out, Tensor lse, Tensor pv_skips)"
 )
 _library.define(
@@ -201,27 +202,21 @@ def _attend_quantized(
     scale: float,
     recipe: str,
     dtype: torch.dtype,
+    q_rows_per_scale: int,
+    k_rows_per_scale: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     facts = (v.shape[3], is_causal, causal_align, scale, recipe)
     call = call_of(q_codes, k_codes, *facts, dtype=dtype)
     plan = plan_of_tensors((counts, indices, allowed), call, attn_mask)
     operands = Operands(
-        QTensor(q_codes, q_scale, _rows_per_scale(q_codes, q_scale)),
-        QTensor(k_codes, k_scale, _rows_per_scale(k_codes, k_scale)),
+        QTensor(q_codes, q_scale, q_rows_per_scale),
+        QTensor(k_codes, k_scale, k_rows_per_scale),
         QTensor(v, v_scale, BLOCK_K, per_channel=True) if v_scale.numel() else v,
         lse_shift,
     )
     done = run_attend(operands, plan, attn_mask, call, backend=backend)
     return done.out, done.lse, done.pv_skips
-
-
-def _rows_per_scale(codes: Tensor, scale: Tensor) -> int:
-    """The granularity, read off the shapes: 1, or the power of two that gives so many scales."""
-    rows = 1
-    while n_blocks(codes.shape[2], rows) > scale.shape[2]:
-        rows *= 2
-    return rows
 
 
 def _backward(
@@ -283,13 +278,17 @@ def _attention(
     choice = choose(host(), call, backend)
     done = run_attention(query, key, value, attn_mask, block_mask, call, choice)
     note(done.run)
-    _, lse, counts, indices, allowed = fakes.fake_attention(query, key, value)
-    if done.plan is not None:
-        counts, indices, allowed = done.plan.counts, done.plan.indices, done.plan.allowed
-    else:
-        counts.fill_(-1)  # dense attention has no plan, and so no gradient through this op
+    lse = query.new_empty(query.shape[:3], dtype=work_dtype(query.dtype))
+    plan = done.plan or _no_plan(query, key)
     lse = lse if done.lse is None else done.lse
-    return done.out.contiguous(), lse, counts, indices, allowed
+    return done.out.contiguous(), lse, plan.counts, plan.indices, plan.allowed
+
+
+def _no_plan(query: Tensor, key: Tensor) -> BlockPlan:
+    """What stands for the plan of dense attention; the backward knows it by its counts."""
+    counts, indices, allowed = fakes.fake_plan(query, key)
+    tensors = (counts.fill_(-1), indices.fill_(-1), allowed.fill_(-1))
+    return BlockPlan(*tensors, Lq=query.shape[2], Lk=key.shape[2])
 
 
 def _attention_varlen(
@@ -310,7 +309,8 @@ def _attention_varlen(
     facts = (value.shape[2], is_causal, causal_align, scale, recipe)
     call = call_of(q, k, *facts, return_lse=return_lse)
     out, lse = run_varlen(query, key, value, cuts, call, backend=backend)
-    return out, fakes.fake_attention_varlen(query, key, value)[1] if lse is None else lse
+    unasked = query.new_empty((query.shape[1], query.shape[0]), dtype=work_dtype(query.dtype))
+    return out, unasked if lse is None else lse
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -327,19 +327,10 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
     ctx.save_for_backward(query, key, value, out, attn_mask, *plan)
 
 
-def _grads(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.sparge.attend_backward(
-        grad_out, grad_lse, *ctx.saved_tensors, *ctx.facts
-    )
-    return grads
-
-
-def _attend_grad(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Any, ...]:
-    return (*_grads(ctx, grad_out, grad_lse), *(None,) * 9)
-
-
-def _attention_grad(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Any, ...]:
-    return (*_grads(ctx, grad_out, grad_lse), *(None,) * 9)
+def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Any, ...]:
+    """For `attend` and `attention` alike: both have nine arguments behind query, key, value."""
+    grads = torch.ops.sparge.attend_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.facts)
+    return (*grads, *(None,) * 9)
 
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -353,10 +344,11 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 for _name, (_impl, _fake) in _OPS.items():
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    _library.impl(_name, _fake, "Meta")
     torch.library.register_fake(f"sparge::{_name}", _fake, lib=_library)
 torch.library.register_autograd(
-    "sparge::attend", _attend_grad, setup_context=_save_attend, lib=_library
+    "sparge::attend", _gradients, setup_context=_save_attend, lib=_library
 )
 torch.library.register_autograd(
-    "sparge::attention", _attention_grad, setup_context=_save_attention, lib=_library
+    "sparge::attention", _gradients, setup_context=_save_attention, lib=_library
 )

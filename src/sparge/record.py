@@ -74,7 +74,7 @@ class Run:
 
 @contextmanager
 def record() -> Iterator[list[Run]]:
-    """Collect a `Run` for every sparge call made in this block, in this thread or task."""
+    """Collect a `Run` for every attention, plan and attend call of this thread or task."""
     runs: list[Run] = []
     token = _collectors.set((*_collectors.get(), runs))
     try:
@@ -107,9 +107,9 @@ def note(run: Run | None) -> None:
 class Stopwatch:
     """Times the stages of a call, waiting for the device; does nothing while not recording."""
 
-    def __init__(self, call: Call, choice: Choice) -> None:
+    def __init__(self, call: Call, choice: Choice, device: torch.device) -> None:
         self.active = recording()
-        self.call, self.choice = call, choice
+        self.call, self.choice, self.device = call, choice, device
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -124,5 +124,5 @@ class Stopwatch:
         self.seconds[name] = time.perf_counter() - start
 
     def _wait(self) -> None:
-        if self.call.device != "cpu":
-            torch.accelerator.synchronize()
+        if self.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def run_attention(
 ) -> Outcome:
     """The whole journey of one call. The run is returned, not noted: varlen gathers several."""
     tokens = tokens_of(call, attn_mask)
-    watch = Stopwatch(call, choice)
+    watch = Stopwatch(call, choice, query.device)
     if choice.backend == DENSE:
         with watch.stage("attend"):
             out, lse = attend_dense(
@@ -74,17 +75,28 @@ def run_varlen(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Every packed sequence `[T, H, D]` on its own; `call` is the whole pack as one call."""
-    choice = choose(host(), call, backend)
     outs, lses, runs = [], [], []
-    for q, k, v in sequences(query, key, value, cuts):
-        one = replace(call, Lq=q.shape[2], Lk=k.shape[2])
-        done = run_attention(q, k, v, None, None, one, choose(host(), one, backend))
+    for (q, k, v), (one, choice) in zip(
+        sequences(query, key, value, cuts), choices(call, cuts, backend), strict=True
+    ):
+        done = run_attention(q, k, v, None, None, one, choice)
         outs.append(done.out[0].transpose(0, 1))
         lses.append(done.lse)
         runs.append(done.run)
-    note(run_together(call, choice, [run for run in runs if run is not None]))
+    note(run_together(call, [run for run in runs if run is not None]))
     lse = torch.cat([x[0] for x in lses if x is not None], 1) if call.return_lse else None
     return torch.cat(outs), lse
+
+
+def choices(
+    call: Call, cuts: tuple[list[int], list[int]], backend: str
+) -> list[tuple[Call, Choice]]:
+    """What each packed sequence gets, by its own lengths; decided before any of them runs."""
+    each = [
+        replace(call, Lq=q_stop - q_start, Lk=k_stop - k_start)
+        for (q_start, q_stop), (k_start, k_stop) in zip(*map(pairwise, cuts), strict=True)
+    ]
+    return [(one, choose(host(), one, backend)) for one in each]
 
 
 def sequences(
@@ -109,7 +121,7 @@ def run_plan(
     backend: str,
 ) -> BlockPlan:
     choice = choose(host(), call, backend, dense_ok=False)
-    watch = Stopwatch(call, choice)
+    watch = Stopwatch(call, choice, query.device)
     with _undisturbed(call.device), watch.stage("plan"):
         tokens = tokens_of(call, attn_mask)
         plan = _plan(query, key, tokens, block_mask, call, get_backend(choice.backend))
@@ -136,7 +148,7 @@ def run_attend(
     """Attend to operands, or to the caller's tensors, which are quantized first."""
     choice = choose(host(), call, backend, dense_ok=False)
     chosen = get_backend(choice.backend)
-    watch = Stopwatch(call, choice)
+    watch = Stopwatch(call, choice, plan.counts.device)
     with _undisturbed(call.device):
         if not isinstance(operands, Operands):
             with watch.stage("quantize"):
@@ -195,7 +207,7 @@ def _run(what: str, watch: Stopwatch, **facts: Any) -> Run:
     )
 
 
-def run_together(call: Call, choice: Choice, runs: list[Run]) -> Run | None:
+def run_together(call: Call, runs: list[Run]) -> Run | None:
     """One record of a varlen call: blocks add up, and each sequence keeps its own in `parts`."""
     if not runs:
         return None
@@ -210,7 +222,7 @@ def run_together(call: Call, choice: Choice, runs: list[Run]) -> Run | None:
         backend="+".join(names),
         isa="+".join(dict.fromkeys(run.isa for run in runs)),
         reason=runs[0].reason if len(names) == 1 else "each sequence by its own length; see parts",
-        rejected=dict(choice.rejected) if len(names) == 1 else {},
+        rejected=runs[0].rejected if len(names) == 1 else {},
         routed_to_dense=all(run.routed_to_dense for run in runs),
         sparsity=sum(run.sparsity * run.allowed for run in runs) / max(allowed, 1),
         kept=sum(run.kept for run in runs),

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .geometry import BLOCK_K, BLOCK_Q, block_range, diagonal_offset, n_blocks
+from .geometry import BLOCK_K, BLOCK_Q, block_range, diagonal_offset, in_blocks, n_blocks
 
 EXCLUDED, MIXED, OPEN = 0, 1, 2
 
@@ -43,9 +42,8 @@ class TokenMask:
         """`(allowed bool | None for all, bias | None for none)` of rows x cols of one head."""
         allowed, bias = None, None
         if self.is_causal:
-            q_pos = torch.arange(self.Lq, device=device)[rows] + self.offset
-            k_pos = torch.arange(self.Lk, device=device)[cols]
-            allowed = k_pos <= q_pos[:, None]
+            q_pos = _positions(rows, self.Lq, device) + self.offset
+            allowed = _positions(cols, self.Lk, device) <= q_pos[:, None]
         if self.attn_mask is not None:
             mask = _pick(_pick(self.attn_mask, 0, b), 0, h)
             mask = mask if mask.shape[0] == 1 else mask[rows]
@@ -94,9 +92,8 @@ class TokenMask:
             allowed, plain = allowed & causal, plain & causal
         allowed = allowed.expand(*allowed.shape[:3], self.Lk)
         plain = plain.expand(*plain.shape[:3], self.Lk)
-        pad = n_blocks(self.Lk, BLOCK_K) * BLOCK_K - self.Lk
-        some = F.pad(allowed, (0, pad), value=False).unflatten(-1, (-1, BLOCK_K))
-        every = F.pad(plain, (0, pad), value=True).unflatten(-1, (-1, BLOCK_K))
+        some = in_blocks(allowed, -1, BLOCK_K, fill=False)
+        every = in_blocks(plain, -1, BLOCK_K, fill=True)
         return some.any(-1).any(2).to(torch.int8) + every.all(-1).all(2).to(torch.int8)
 
 
@@ -136,6 +133,12 @@ def broadcasts(x: Tensor, to: tuple[int, ...]) -> bool:
         return False
     # dim by dim, so that a compiled graph can follow it
     return all(x.shape[-i] in (1, to[-i]) for i in range(1, x.dim() + 1))
+
+
+def _positions(index: Index, length: int, device: torch.device) -> Tensor:
+    if isinstance(index, Tensor):
+        return index
+    return torch.arange(*index.indices(length), device=device)
 
 
 def _pick(mask: Tensor, dim: int, index: int) -> Tensor:

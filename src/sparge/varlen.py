@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from .api import attention, call_facts
 from .autocast import as_autocast
-from .backends import AUTO, choose, host
+from .backends import AUTO
 from .call import Call
 from .check import check_boundaries, check_call, check_packed
 from .recipe import Recipe
 from .record import apart, note
-from .run import run_together, sequences
+from .run import choices, run_together, sequences
 
 
 @overload
@@ -51,6 +51,24 @@ def attention_varlen(
     backend: str = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    causal_align: str = ...,
+    recipe: Recipe | None = ...,
+    backend: str = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -116,6 +134,7 @@ def _differentiable(
             "not known; call it outside torch.compile, or under torch.no_grad()"
         )
     cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
+    choices(call, cuts, backend)  # a refusal comes before any work
     outs, lses = [], []
     with apart() as runs:
         for q, k, v in sequences(query, key, value, cuts):
@@ -129,10 +148,10 @@ def _differentiable(
                 causal_align=call.causal_align,
                 recipe=call.recipe,
                 backend=backend,
-                return_lse=cast(Literal[True], call.return_lse),
+                return_lse=call.return_lse,
             )
-            out, lse = done if call.return_lse else (cast(Tensor, done), None)
+            out, lse = done if isinstance(done, tuple) else (done, None)
             outs.append(out[0].transpose(0, 1))
             lses += [] if lse is None else [lse[0]]
-    note(run_together(call, choose(host(), call, backend), runs))
+    note(run_together(call, runs))
     return torch.cat(outs), torch.cat(lses, 1) if lses else None

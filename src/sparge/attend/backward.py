@@ -1,6 +1,6 @@
 """Gradient of the unquantized precisions; the plan and the skipped row groups are constants.
 
-p  = exp(s - lse)                      the forward's probabilities, block by block
+p  = softmax(s) over the kept keys, less the skipped groups
 dv = pᵀ · do
 ds = p ∘ (do · vᵀ - delta),  delta = rowsum(do ∘ out) - dlse
 dq = scale · ds · k,  dk = scale · dsᵀ · q
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..arithmetic import exp2
 from ..blockplan import BlockPlan
-from ..call import lse_dtype
+from ..call import work_dtype
 from ..geometry import BLOCK_Q, block_range
 from ..qtensor import Operands
 from ..recipe import Recipe, heads_of
@@ -39,7 +39,7 @@ def attend_backward(
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(grad_query, grad_key, grad_value)` in the caller's dtypes."""
-    work = lse_dtype(query.dtype)
+    work = work_dtype(query.dtype)
     q, k, v, do, o = (x.to(work) for x in (query, key, value, grad_out, out))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (do * o).sum(-1) - grad_lse.to(work)

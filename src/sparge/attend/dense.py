@@ -1,7 +1,7 @@
 """Dense attention by torch's own kernels: what `auto` routes to where it is faster.
 
 SDPA itself where it says the same thing; where it cannot (an LSE, a bottom-right diagonal), the
-queries go in slices with the token mask of each slice, so nothing of size Lq x Lk is made.
+queries go in slices with the token mask of each slice, so that long ones stay within bounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autocast import without_autocast
-from ..call import lse_dtype
+from ..call import work_dtype
 from ..tokenmask import TokenMask
 
 # Scores held at once where we compute them ourselves: 16M fp32 numbers are 64 MB.
@@ -62,7 +62,7 @@ def _attend_slice(
         bias = _bias_of(bias, query.dtype)
         out = F.scaled_dot_product_attention(query, key, value, bias, scale=scale)
         return out.masked_fill(nothing, 0.0), None
-    work = lse_dtype(query.dtype)
+    work = work_dtype(query.dtype)
     with without_autocast(query.device.type):
         scores = query.to(work) @ key.to(work).mT * scale + bias
         lse = torch.logsumexp(scores, -1)
@@ -74,7 +74,7 @@ def _attend_slice(
 
 def _slice_bias(tokens: TokenMask, rows: slice, query: Tensor) -> Tensor:
     """Additive mask of some rows, `[1|B, 1|Hq, rows, Lk]`, fp32 or fp64."""
-    work = lse_dtype(query.dtype)
+    work = work_dtype(query.dtype)
     bias = torch.zeros((1, 1, rows.stop - rows.start, tokens.Lk), dtype=work, device=query.device)
     if tokens.is_causal:
         q_pos = torch.arange(rows.start, rows.stop, device=query.device) + tokens.offset

@@ -19,13 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..arithmetic import LN2, dot, exp2, fold_sum
 from ..blockplan import BlockPlan
-from ..call import half_dtype, lse_dtype
-from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range
+from ..call import half_dtype, work_dtype
+from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, in_blocks
 from ..qtensor import Operands, QTensor, finite_rows
 from ..recipe import Recipe, heads_of
 from ..scores import HeadScores, working
@@ -58,7 +57,7 @@ def attend(
     B, Hq, Lq = operands.query.shape[:3]
     device = plan.counts.device
     out = torch.empty((B, Hq, Lq, operands.value.shape[3]), dtype=dtype, device=device)
-    lse = torch.empty((B, Hq, Lq), dtype=lse_dtype(dtype), device=device)
+    lse = torch.empty((B, Hq, Lq), dtype=work_dtype(dtype), device=device)
     pv_skips = torch.zeros_like(plan.counts)
     pv_skip = heads_of(recipe.pv_skip, Hq, none=math.inf)
     finite_q, finite_k = finite_rows(operands.query), _finite_blocks(operands)
@@ -100,9 +99,7 @@ def walk(head: HeadScores, rows: slice, kept: list[int], pv_skip: float) -> Iter
         row_max = torch.maximum(old_max, block_max)
         # A block masked for a row lies infinitely low, but a filter that is off skips nothing.
         low = ((old_max - block_max) * LN2 >= pv_skip) & (pv_skip < math.inf)
-        groups = F.pad(low, (0, -low.shape[0] % ROW_GROUP), value=True).unflatten(
-            0, (-1, ROW_GROUP)
-        )
+        groups = in_blocks(low, -1, ROW_GROUP, fill=True)
         skipped = groups.all(1)
         skip = skipped.repeat_interleave(ROW_GROUP)[: low.shape[0]]
         yield Tile(cols, scores, old_max, row_max, skip, int(skipped.sum()))
@@ -113,8 +110,7 @@ def _online_softmax(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """`(row_max, row_sum, acc, row groups skipped)` of one query block; acc is of V · headroom."""
     n, value = rows.stop - rows.start, head.operands.value
-    exact64 = head.precision == "exact" and dtype == torch.float64
-    work = torch.float64 if exact64 else torch.float32
+    work = work_dtype(dtype) if head.precision == "exact" else torch.float32
     row_max = torch.full((n,), -math.inf, dtype=work, device=value.device)
     row_sum = torch.zeros_like(row_max)
     acc = torch.zeros((n, value.shape[3]), dtype=work, device=value.device)
@@ -155,8 +151,7 @@ def _headroom(Lk: int) -> float:
 def _finite_blocks(operands: Operands) -> Tensor:
     """Key blocks whose keys and values are all finite, bool `[B, Hk, n_k]`."""
     finite = finite_rows(operands.key) & finite_rows(operands.value)
-    pad = -finite.shape[2] % BLOCK_K
-    return F.pad(finite, (0, pad), value=True).unflatten(2, (-1, BLOCK_K)).all(-1)
+    return in_blocks(finite, -1, BLOCK_K, fill=True).all(-1)
 
 
 def _may_attend(

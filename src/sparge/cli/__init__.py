@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left. What is still buffered must not fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BAD_ANSWER
-    except (ValueError, TypeError, OSError) as mistake:
+    except (ValueError, OSError) as mistake:
         return _complain(" ".join(str(mistake).split()), MISTAKE)
 
 

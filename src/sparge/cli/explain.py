@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..api import explain
-from ..backends import AUTO
+from ..backends import AUTO, choose, host
 from ..check import check_call
 from ..geometry import CAUSAL_ALIGNS
 from ..recipe import DEFAULT, Recipe
@@ -49,19 +48,10 @@ def run(args: argparse.Namespace) -> int:
         enable_gqa=True,
         causal_align=args.align,
         recipe=recipe,
-        return_lse=args.lse,
-    )
-    choice = explain(
-        query,
-        key,
-        value,
-        is_causal=args.causal,
-        enable_gqa=True,
-        causal_align=args.align,
-        recipe=recipe,
         backend=args.backend,
         return_lse=args.lse,
     )
+    choice = choose(host(), call, args.backend)
     document = {
         "format": "sparge.explain/1",
         "call": str(call),
@@ -92,10 +82,12 @@ def tensors_without_memory(args: argparse.Namespace) -> tuple[Tensor, Tensor, Te
 
 
 def read_recipe(text: str) -> Recipe:
-    if text.lstrip().startswith("{"):
-        return Recipe.from_json(text)
     try:
-        return Recipe.from_json(Path(text).read_text(encoding="utf-8"))
+        if not text.lstrip().startswith("{"):
+            text = Path(text).read_text(encoding="utf-8")
+        return Recipe.from_json(text)
+    except TypeError as mistake:  # a value of a wrong kind is the caller's, not a fault of ours
+        raise ValueError(f"--recipe: {mistake}") from None
     except OSError as error:
         raise ValueError(
             f"--recipe must be a JSON object or a file that holds one; {text!r} does not begin "

@@ -17,20 +17,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..arithmetic import LOG2E, dot, exp2, fold_sum, mean_over_rows
+from ..arithmetic import LOG2E, dot, exp2, fold_sum, mean_over_rows, prefix_sum
 from ..blockplan import BlockPlan, plan_of
-from ..geometry import BLOCK_K, BLOCK_Q, block_sizes, n_blocks
+from ..geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 from ..quantize.reference import smooth_keys
 from ..recipe import KeepAll, KeepFraction, Recipe, heads_of
 from ..tokenmask import EXCLUDED, TokenMask
 from .forced import forced_blocks
 from .rows import predict_rows
-
-# Products held at once while pooled tokens are scored: 16M fp32 numbers are 64 MB.
-_PRODUCTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -86,16 +82,14 @@ def predict(
 def block_statistics(x: Tensor, block: int) -> BlockStatistics:
     """Statistics of `x [B, H, L, D]`; the self-similarity is the mean of all pairwise cosines."""
     x = x.float()
-    L = x.shape[2]
-    sizes = block_sizes(L, block, x.device)
+    sizes = block_sizes(x.shape[2], block, x.device)
     largest = x.abs().amax(-1, keepdim=True)
     # Divided by its largest entry first, so that squares neither overflow nor vanish.
     unit = torch.where(largest == 0, 0.0, x / largest)
     norm = fold_sum(unit * unit, dim=-1).sqrt().unsqueeze(-1)
     unit = torch.where(largest == 0, 0.0, unit / norm)
-    pad = (0, 0, 0, n_blocks(L, block) * block - L)
-    mean = mean_over_rows(F.pad(x, pad).unflatten(2, (-1, block)), sizes)
-    mean_unit = mean_over_rows(F.pad(unit, pad).unflatten(2, (-1, block)), sizes)
+    mean = mean_over_rows(in_blocks(x, -2, block), sizes)
+    mean_unit = mean_over_rows(in_blocks(unit, -2, block), sizes)
     return BlockStatistics(mean, fold_sum(mean_unit * mean_unit, dim=-1))
 
 
@@ -103,17 +97,14 @@ def predict_mean(
     q_pooled: Tensor, k_pooled: Tensor, trusted: Tensor, *, Lk: int, scale: float
 ) -> Tensor:
     """Softmax of the compressed scores over the trusted blocks; zeros where there are none."""
-    B, Hq, n_q, D = q_pooled.shape
-    Hk, n_k = k_pooled.shape[1:3]
+    B, Hq = q_pooled.shape[:2]
     held = torch.log(block_sizes(Lk, BLOCK_K, q_pooled.device).double() / BLOCK_K).float()
-    step = max(1, _PRODUCTS // (n_k * D))
-    out = q_pooled.new_empty(B, Hq, n_q, n_k)
+    out = q_pooled.new_empty(trusted.shape)
     for b in range(B):
         for h in range(Hq):
-            for top in range(0, n_q, step):
-                rows = slice(top, top + step)
-                scores = dot(q_pooled[b, h, rows], k_pooled[b, h * Hk // Hq]) * scale + held
-                out[b, h, rows] = softmax(scores.masked_fill(~trusted[b, h, rows], -math.inf))
+            pooled = k_pooled[b, h * k_pooled.shape[1] // Hq]
+            scores = dot(q_pooled[b, h], pooled) * scale + held
+            out[b, h] = softmax(scores.masked_fill(~trusted[b, h], -math.inf))
     return out
 
 
@@ -138,7 +129,7 @@ def select(predicted: Tensor, may: Tensor, recipe: Recipe) -> Tensor:
         assert not isinstance(recipe.keep, KeepAll)
         mass = _column(heads_of(recipe.keep.mass, Hq, none=1.0), predicted.device)
         # fp64 adds fp32 masses exactly, or nearly so: where equal masses tie, they tie exactly.
-        reached = ranked.values.clamp(min=0.0).double().cumsum(-1)
+        reached = prefix_sum(ranked.values.clamp(min=0.0).double())
         needed = (reached < (mass * reached[..., -1]).unsqueeze(-1)).sum(-1) + 1
     rank = torch.arange(n_k, device=predicted.device)
     chosen = rank < needed.unsqueeze(-1)

@@ -9,17 +9,18 @@ measure the error of a kept set.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..arithmetic import exp2, fold_sum
 from ..blockplan import BlockPlan
-from ..geometry import BLOCK_K, BLOCK_Q, block_range, n_blocks, sampled_rows
+from ..geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks, sampled_rows
 from ..qtensor import Operands
 from ..quantize.reference import quantize
 from ..recipe import QUANTIZED, Recipe
 from ..scores import HeadScores
 from ..tokenmask import TokenMask
+
+KEYS_AT_ONCE = 4096
 
 
 def predict_rows(
@@ -31,7 +32,7 @@ def predict_rows(
     for b, h, i_q in _each_block(query):
         rows = _sample(i_q, tokens.Lq, recipe.sample_rows, query.device)
         weights = _row_weights(operands, tokens, b, h, rows, scale, recipe.precision)
-        by_block = fold_sum(_blocks(weights), dim=-1)
+        by_block = fold_sum(in_blocks(weights, -1, BLOCK_K), dim=-1)
         row_sum = fold_sum(by_block, dim=-1).unsqueeze(-1)
         attends = row_sum != 0  # a NaN row counts, and makes the whole prediction NaN
         mass = torch.where(attends, by_block / row_sum, 0.0)
@@ -98,21 +99,11 @@ def _row_weights(
 ) -> Tensor:
     """exp(score - row_max) of some rows over all keys `[r, Lk]`; zeros where masked."""
     head = HeadScores(operands, tokens, b, h, scale=scale, precision=precision)
-    step = 64 * BLOCK_K
-    scores = torch.cat(
-        [
-            head.scores(rows, slice(left, min(left + step, tokens.Lk)))
-            for left in range(0, tokens.Lk, step)
-        ],
-        dim=1,
-    )
+    lefts = range(0, tokens.Lk, KEYS_AT_ONCE)
+    parts = [slice(left, min(left + KEYS_AT_ONCE, tokens.Lk)) for left in lefts]
+    scores = torch.cat([head.scores(rows, cols) for cols in parts], dim=1)
     row_max = scores.amax(1, keepdim=True)
     return exp2(scores - torch.where(row_max == float("-inf"), 0.0, row_max))
-
-
-def _blocks(weights: Tensor) -> Tensor:
-    pad = n_blocks(weights.shape[1], BLOCK_K) * BLOCK_K - weights.shape[1]
-    return F.pad(weights, (0, pad)).unflatten(1, (-1, BLOCK_K))
 
 
 def _average(weights: Tensor, v: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ finite has scale NaN and codes 0, so that nothing plausible can come of it.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..arithmetic import fold_sum, mean_over_rows
-from ..geometry import BLOCK_K, n_blocks
+from ..geometry import BLOCK_K, in_blocks
 from ..qtensor import Operands, QTensor
 
 
@@ -46,7 +45,7 @@ def smooth_keys(key: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_rows(x: Tensor, rows_per_scale: int = 1) -> QTensor:
     """One scale for `rows_per_scale` consecutive rows of `x [B, H, L, D]`."""
-    groups = _groups(x, rows_per_scale)
+    groups = in_blocks(x, -2, rows_per_scale)
     scale = groups.abs().amax((-1, -2)) / 127
     codes, scale = _codes(groups, scale[..., None, None])
     return QTensor(
@@ -56,17 +55,11 @@ def quantize_rows(x: Tensor, rows_per_scale: int = 1) -> QTensor:
 
 def quantize_channels(value: Tensor) -> QTensor:
     """One scale per key block and channel of V: they stay outside the sum over keys."""
-    groups = _groups(value.float(), BLOCK_K)
+    groups = in_blocks(value.float(), -2, BLOCK_K)
     scale = groups.abs().amax(-2, keepdim=True) / 127
     codes, scale = _codes(groups, scale)
     codes = codes.flatten(2, 3)[:, :, : value.shape[2]]
     return QTensor(codes, scale.squeeze(-2).contiguous(), BLOCK_K, per_channel=True)
-
-
-def _groups(x: Tensor, rows: int) -> Tensor:
-    """`[B, H, L, D]` as `[B, H, n, rows, D]`, the tail padded with zeros."""
-    pad = n_blocks(x.shape[2], rows) * rows - x.shape[2]
-    return F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, rows))
 
 
 def _codes(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
