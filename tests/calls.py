@@ -28,7 +28,7 @@ def block_mask(n_q=2, n_k=4):
 def fake(name="fake", refusal=lambda h, c: None, slower=lambda h, c: None):
     modules = {stage: f"sparge.{stage}.reference" for stage in STAGES}
     return Backend(
-        name, "the reference by another name", refusal, slower, modules, lambda h: "fake-isa"
+        name, "the reference by another name", refusal, slower, modules, lambda h, c: "fake-isa"
     )
 
 

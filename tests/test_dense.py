@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import sparge
 from calls import EXACT, HALF, only, tensors
-from sparge import KeepFraction, Recipe
+from sparge import KeepAll, KeepFraction, Recipe
 
 # --- dense attention --------------------------------------------------------------------------
 
@@ -292,3 +292,28 @@ def test_gradients_under_autocast_come_back_in_float32(autocast):
     for x in leaves:
         assert x.grad.dtype == torch.float32
         assert bool(torch.isfinite(x.grad).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_float32_bias_is_not_rounded_to_the_query_s_dtype(dtype, return_lse):
+    """Positions as large as a long sequence's run together in 16 bits."""
+    q, k, v = tensors(dtype=dtype)
+    bias = 3000.0 + torch.rand(140, 200, generator=torch.Generator().manual_seed(0)) * 8
+    found = sparge.attention(q, k, v, attn_mask=bias, return_lse=return_lse)
+    found = found[0] if return_lse else found
+    s = q.double() @ k.double().mT * 16**-0.5 + bias.double()
+    truth = torch.softmax(s, -1) @ v.double()
+    assert (found.double() - truth).abs().max() < 0.05
+    exact = Recipe(keep=KeepAll(), precision="exact")
+    sparse = sparge.attention(q, k, v, attn_mask=bias, recipe=exact, backend="reference")
+    assert (sparse.double() - truth).abs().max() < 0.05
+
+
+def test_a_float32_bias_beyond_float16_stays_a_number():
+    q, k, v = tensors(dtype=torch.float16)
+    high, low = torch.zeros(140, 200), torch.full((140, 200), -2e5)
+    high[:, 7], low[:, 7] = 1e5, -1e5
+    for bias in (high, low):
+        found = sparge.attention(q, k, v, attn_mask=bias)
+        assert torch.allclose(found, v[:, :, 7:8].expand_as(found), atol=1e-3)

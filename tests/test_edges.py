@@ -115,14 +115,8 @@ def test_values_up_to_the_dtype_s_max(backend, precision, dtype):
     v[:] = torch.finfo(dtype).max
     v[..., ::2] *= -1
     out = sparge.attention(q, k, v, recipe=Recipe(KeepAll(), precision=precision), backend=backend)
-    # 8-bit codes and bf16 may round past the largest number; then it is infinite, never a lie.
-    ratio = out.double() / v[:, :, :1].double()
-    finite = torch.isfinite(out)
-    assert ((ratio[finite] - 1).abs() < 0.01).all()
-    assert (ratio[~finite] > 0).all()
-    near = (v * 0.98).to(dtype)  # what rounding cannot push over the edge
-    recipe = Recipe(KeepAll(), precision=precision)
-    assert torch.isfinite(sparge.attention(q, k, near, recipe=recipe, backend=backend)).all()
+    assert torch.isfinite(out).all()
+    assert ((out.double() / v[:, :, :1].double() - 1).abs() < 0.01).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

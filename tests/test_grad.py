@@ -108,10 +108,19 @@ def test_quantized_precisions_refuse_and_say_which_to_use(backend, precision):
         sparge.attend(q, k, v, plan, recipe=recipe, backend=backend)
 
 
-def test_the_op_itself_refuses_a_gradient_it_does_not_have():
-    q, k, v = leaves(*make_qkv(Hq=1, Lq=20, D=8))
-    for recipe, backend in ((Recipe(), "reference"), (Recipe(precision="exact"), "dense")):
-        facts = (False, "top_left", 0.3, recipe.to_json(), False, True, backend)
-        out, *_ = torch.ops.sparge.attention(q, k, v, None, None, *facts)
-        with pytest.raises(ValueError, match="no gradient"):
-            out.sum().backward()
+def test_the_op_itself_has_a_gradient_or_says_why_not():
+    """`torch.ops.sparge.attention` called by hand, also where it routes to dense attention."""
+    q, k, v = leaves(*make_qkv(Hq=2, Lq=20, D=8))
+
+    def op(recipe, backend):
+        facts = (True, "top_left", 0.3, recipe.to_json(), False, True, backend)
+        return torch.ops.sparge.attention(q, k, v, None, None, *facts)[0]
+
+    with pytest.raises(ValueError, match="'int8', which has no gradient"):
+        op(Recipe(), "reference").sum().backward()
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    truth = torch.autograd.grad(dense.square().sum(), (q, k, v))
+    for backend in ("dense", "auto"):
+        found = torch.autograd.grad(op(Recipe(), backend).square().sum(), (q, k, v))
+        for a, b in zip(found, truth, strict=True):
+            assert torch.allclose(a, b, atol=1e-5)

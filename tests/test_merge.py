@@ -238,3 +238,13 @@ def test_any_leading_dimensions(shape):
 def test_shapes_that_do_not_fit(shapes, says):
     with pytest.raises(ValueError, match=says):
         merge(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_a_part_that_attended_nothing_changes_nothing_whatever_it_holds():
+    out, lse = torch.randn(2, 3, 4), torch.randn(2, 3)
+    junk, nothing = torch.full((2, 3, 4), math.nan), torch.full((2, 3), -math.inf)
+    for parts in ((out, lse, junk, nothing), (junk, nothing, out, lse)):
+        merged, merged_lse = sparge.merge(*parts)
+        assert torch.equal(merged, out)
+        assert torch.equal(merged_lse, lse)
+    assert (sparge.merge(junk, nothing, junk, nothing)[0] == 0).all()

@@ -174,3 +174,39 @@ def test_a_fake_call_runs_nothing():
     assert out.dtype == torch.bfloat16
     assert lse.shape == (2, 4, 1000)
     assert not runs
+
+
+def test_a_scale_that_varies_compiles_whole(compiled):
+    q, k, v = make_qkv(Hq=2, Lq=140, D=16)
+    g = compiled(lambda q, k, v, s: sparge.attention(q, k, v, scale=s))
+    for scale in (0.3, 0.4, 0.5):
+        assert torch.allclose(g(q, k, v, scale), sparge.attention(q, k, v, scale=scale), atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"causal_align": "bottom_right"}])
+def test_dense_gradients_of_any_length_compile_few_times(options):
+    torch._dynamo.reset()
+    recipe = RECIPES["exact"]
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def f(q, k, v):
+        out = sparge.attention(q, k, v, is_causal=True, recipe=recipe, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    g = torch.compile(f, fullgraph=True, backend=counter, dynamic=True)
+    for L in (130, 150, 170, 200, 257, 300):
+        q, k, v = (x.requires_grad_() for x in make_qkv(Hq=2, Lq=L, Lk=L + 20, D=16))
+        g(q, k, v).sum().backward()
+        assert torch.isfinite(q.grad).all()
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_opcheck_where_the_op_chooses(return_lse):
+    q, k, v = make_qkv(Hq=2, Lq=140, D=16)
+    all_pass(
+        opcheck(ops.attention, (q, k, v, None, None, *facts("int8"), return_lse, False, "auto"))
+    )
+    wanting = [x.clone().requires_grad_() for x in (q, k, v)]
+    args = (*wanting, None, None, *facts("exact"), return_lse, True, "auto")
+    all_pass(opcheck(ops.attention, args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -195,3 +196,54 @@ def test_a_plan_is_looked_at_once(monkeypatch):
     sparge.attend(q, k, v, by_hand)
     sparge.attend(q, k, v, by_hand)
     assert len(seen) == 1
+
+
+def test_forward_mode_is_refused_not_wrong():
+    q, k, v = tensors()
+    for recipe in (Recipe(), Recipe(precision="int8-fast"), Recipe(precision="exact")):
+        sparge.attention(q, k, v, recipe=recipe, backend="reference")  # remembered or not
+
+        def f(value, recipe=recipe):
+            return sparge.attention(q, k, value, recipe=recipe, backend="reference")
+
+        with pytest.raises(ValueError, match="forward-mode"):
+            torch.func.jvp(f, (v,), (torch.ones_like(v),))
+
+
+@pytest.mark.parametrize("made", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn])
+def test_tensors_of_other_layouts_are_refused(made):
+    q, k, v = tensors()
+    for backend in ("auto", "reference"):
+        with pytest.raises(TypeError, match="strided"):
+            sparge.attention(made(q), k, v, backend=backend)
+
+
+def test_a_reach_beyond_everything_keeps_everything():
+    q, k, _ = tensors(Lq=512, Lk=512)
+    for huge in (1000, 2**63 - 1, 2**70):
+        for field in ("local_blocks", "sink_blocks"):
+            recipe = Recipe(KeepMass(0.01), sink_blocks=0, precision="exact")
+            recipe = dataclasses.replace(recipe, **{field: huge})
+            assert sparge.make_plan(q, k, is_causal=True, recipe=recipe).density == 1.0
+
+
+@pytest.mark.parametrize("precision", ["half", "exact"])
+def test_tiny_values_keep_their_digits(precision):
+    q, k, v = make_qkv(Hq=1, Lq=64, Lk=1000, D=16)
+    recipe = Recipe(KeepAll(), precision=precision)
+    plain = sparge.attention(q, k, v, recipe=recipe, backend="reference")
+    tiny = sparge.attention(q, k, v * 2.0**-120, recipe=recipe, backend="reference")
+    assert torch.allclose(tiny * 2.0**120, plain, rtol=1e-3, atol=1e-5)
+
+
+def test_numbers_of_numpy_are_numbers():
+    import numpy as np
+
+    q, k, v = tensors()
+    plain = sparge.attention(q, k, v, scale=0.5)
+    assert torch.equal(sparge.attention(q, k, v, scale=np.float32(0.5)), plain)
+    assert Recipe(KeepMass(np.float64(0.5)), sink_blocks=np.int64(2)) == Recipe(
+        KeepMass(0.5), sink_blocks=2
+    )
+    with pytest.raises(TypeError, match="number"):
+        KeepMass(np.bool_(True))

@@ -257,7 +257,7 @@ def sampled_error(
         _detached(query),
         _detached(key),
         _detached(value),
-        attn_mask=attn_mask,
+        attn_mask=_detached(attn_mask),
         is_causal=getattr(plan, "is_causal", False),
         scale=scale,
         enable_gqa=enable_gqa,
@@ -265,7 +265,7 @@ def sampled_error(
         recipe=recipe,
     )
     check_plan(plan, call, query.device)
-    tokens = tokens_of(call, as_4d(attn_mask))
+    tokens = tokens_of(call, as_4d(_detached(attn_mask)))
     with torch.no_grad(), without_autocast(call.device):
         return _sampled_error(query, key, value, plan, tokens, scale=call.scale, recipe=call.recipe)
 

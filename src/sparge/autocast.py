@@ -1,4 +1,5 @@
-"""Autocast: inputs are cast as SDPA casts them; inside, it must not touch exact arithmetic."""
+"""What torch does around a call: autocast, which casts inputs and must not touch exact
+arithmetic, and forward-mode AD, which is not served."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Named, because asking torch whether a device has autocast breaks a compiled graph before 2.11.
 _HAVE_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "xla")
@@ -18,6 +20,12 @@ def autocasts(device: str) -> bool:
 
 def without_autocast(device: str) -> AbstractContextManager[None]:
     return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+
+
+def forward_ad_level() -> int:
+    """The level of forward-mode AD around us; -1 outside of it."""
+    level: int = forward_ad._current_level
+    return level
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

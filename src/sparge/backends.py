@@ -33,8 +33,9 @@ class Host:
     cpu_capability: str
 
 
-def _torch_isa(host: Host) -> str:
-    return "torch"
+def _torch_isa(host: Host, call: Call) -> str:
+    """What torch's own kernels run with."""
+    return f"torch {host.cpu_capability}" if call.device == "cpu" else f"torch {call.device}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Backend:
     refusal: Callable[[Host, Call], str | None]
     slower: Callable[[Host, Call], str | None]
     modules: Mapping[str, str]
-    isa: Callable[[Host], str] = _torch_isa
+    isa: Callable[[Host, Call], str] = _torch_isa
     q_rows_per_scale: int = 1
     k_rows_per_scale: int = 1
 
@@ -100,7 +101,7 @@ def _dense_refusal(host: Host, call: Call) -> str | None:
     return None
 
 
-_DENSE = Backend(
+DENSE_BACKEND = Backend(
     DENSE, "torch's own scaled_dot_product_attention", _dense_refusal, lambda h, c: None, {}
 )
 _REFERENCE = Backend(
@@ -163,7 +164,7 @@ def choose(host: Host, call: Call, backend: str = AUTO, *, dense_ok: bool = True
     """`dense_ok=False` for the single stages, which dense attention does not have."""
     candidates = dict(_BACKENDS)
     if dense_ok:
-        candidates[DENSE] = _DENSE
+        candidates[DENSE] = DENSE_BACKEND
     asked_by = f"backend={backend!r}"
     if backend == AUTO:
         forced = os.environ.get(ENV) or AUTO

@@ -230,7 +230,7 @@ class BlockPlan:
 
     def equal(self, other: BlockPlan) -> bool:
         """The same blocks for the same lengths and diagonal, on one device; as `==` says."""
-        if self.counts.device != other.counts.device:
+        if not isinstance(other, BlockPlan) or self.counts.device != other.counts.device:
             return False
         return all(getattr(self, name) == getattr(other, name) for name in _FACTS) and all(
             torch.equal(getattr(self, name), getattr(other, name)) for name in _TENSORS

@@ -53,5 +53,5 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def half_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The 16-bit type an input runs in: its own if it is one, else bf16, which never overflows."""
+    """The 16-bit type an input runs in: its own if it is one, else bf16, for its range."""
     return torch.float16 if dtype == torch.float16 else torch.bfloat16

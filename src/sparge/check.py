@@ -6,12 +6,15 @@ Each message says what came, what is needed and the way out.
 from __future__ import annotations
 
 import math
+import numbers
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from .autocast import forward_ad_level
 from .backends import AUTO, DENSE
 from .blockplan import BlockPlan
 from .call import Call
@@ -196,16 +199,23 @@ def check_recipe(recipe: Recipe | None, Hq: int) -> Recipe:
     return recipe
 
 
+def _is_number(x: Any) -> bool:
+    """A float, an int, or a scalar of numpy's."""
+    plain = isinstance(x, int | float)  # asked first: a compiled graph knows these
+    return not isinstance(x, bool) and (plain or isinstance(x, numbers.Real))
+
+
 def check_scale(scale: float | None, D: int) -> float:
     if scale is None:
         return float(D) ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    if not _is_number(scale):
         raise TypeError(f"scale must be a number or None for 1/sqrt(head_dim), got {scale!r}")
     try:
         scale = float(scale)
     except OverflowError:
         scale = math.inf
-    if not math.isfinite(scale):
+    # Not math.isfinite: in a compiled graph a scale that varies is a symbol.
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
     return scale
 
@@ -220,6 +230,8 @@ def _check_tensors(tensors: dict[str, Tensor], *, rank: int, layout: str) -> Non
             raise ValueError(f"{name} must be {layout}, got shape {list(x.shape)}{hint}")
     query = tensors["query"]
     for name, x in tensors.items():
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a plain strided tensor, got layout {x.layout}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be bfloat16, float16, float32 or float64, got {x.dtype}")
         if x.dtype != query.dtype:
@@ -238,8 +250,8 @@ def _check_sizes(tensors: dict[str, Tensor]) -> None:
     for name, x in tensors.items():
         if 0 in x.shape:
             raise ValueError(
-                f"{name} is empty, shape {list(x.shape)}: every sequence needs at least one token; "
-                "leave empty ones out of the call"
+                f"{name} is empty, shape {list(x.shape)}: no dimension may be 0, and every "
+                "sequence needs at least one token; leave empty ones out of the call"
             )
 
 
@@ -282,6 +294,13 @@ def _check_block_mask(mask: Tensor, query: Tensor, B: int, Hq: int, Lq: int, Lk:
 def _check_grad(
     tensors: dict[str, Tensor], attn_mask: Tensor | None, recipe: Recipe, backend: str
 ) -> bool:
+    if not torch.compiler.is_compiling() and forward_ad_level() >= 0:
+        given = [*tensors.values(), *([] if attn_mask is None else [attn_mask])]
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+            raise ValueError(
+                "forward-mode derivatives (jvp) are not computed here; use reverse mode with "
+                "precision 'half' or 'exact', or F.scaled_dot_product_attention"
+            )
     if not torch.is_grad_enabled():
         return False
     if attn_mask is not None and attn_mask.requires_grad:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autocast import forward_ad_level
 from .backends import ENV, Choice, registry_age
 from .call import Call
 
@@ -22,7 +23,9 @@ _known: dict[Hashable, tuple[Call, Choice]] = {}
 
 def key_of(*tensors: Any, arguments: tuple[Any, ...]) -> Hashable | None:
     """What the answer depends on, or None where it cannot be remembered."""
-    if torch.compiler.is_compiling() or not all(x is None or type(x) is Tensor for x in tensors):
+    if torch.compiler.is_compiling() or forward_ad_level() >= 0:
+        return None
+    if not all(x is None or (type(x) is Tensor and x.layout == torch.strided) for x in tensors):
         return None
     return (
         *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors],

@@ -18,8 +18,10 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     a, b = a.masked_fill(nothing, 0.0), b.masked_fill(nothing, 0.0)
     # Shares from the difference of the two: they sum to one however large the LSEs are.
     share_a, share_b = torch.sigmoid(a - b).unsqueeze(-1), torch.sigmoid(b - a).unsqueeze(-1)
-    out = out_a.to(work) * share_a + out_b.to(work) * share_b
-    out = out.masked_fill(nothing.unsqueeze(-1), 0.0)
+    # A part that attended nothing is left out whatever stands in it.
+    part_a = out_a.to(work).masked_fill((lse_a == float("-inf")).unsqueeze(-1), 0.0)
+    part_b = out_b.to(work).masked_fill((lse_b == float("-inf")).unsqueeze(-1), 0.0)
+    out = part_a * share_a + part_b * share_b
     lse = torch.logaddexp(a, b).masked_fill(nothing, float("-inf"))
     return out.to(out_a.dtype), lse.to(lse_a.dtype)
 

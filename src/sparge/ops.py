@@ -6,7 +6,8 @@ reads off its tensors again, at run time; the caller's mistakes were found befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from . import fakes
 from .attend.backward import attend_backward
 from .autocast import without_autocast
 from .backends import choose, host
-from .blockplan import BlockPlan
+from .blockplan import BlockPlan, plan_of
 from .call import Call, work_dtype
 from .check import check_boundaries
 from .geometry import BLOCK_K
 from .qtensor import Operands, QTensor
-from .recipe import recipe_from_json
+from .recipe import KeepAll, Recipe, recipe_from_json
 from .record import note
 from .run import (
     run_attend,
@@ -236,16 +237,23 @@ def _backward(
     recipe: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = call_of(query, key, value.shape[3], is_causal, causal_align, scale, recipe)
-    if call.recipe.quantized or bool((counts < 0).any()):
-        raise ValueError(
-            f"no gradient: the forward ran {call.recipe.precision!r}, or dense attention chosen by "
-            "the op itself; use precision 'half' or 'exact' and name the backend"
+    plan, precise = plan_of_tensors((counts, indices, allowed), call, attn_mask), call.recipe
+    if bool((counts < 0).any()):
+        # The op routed to dense attention: every block, and no rounding of the operands.
+        every = torch.ones_like(indices, dtype=torch.bool)
+        plan, precise = (
+            plan_of(every, tokens_of(call, attn_mask)),
+            Recipe(KeepAll(), precision="exact"),
         )
-    plan = plan_of_tensors((counts, indices, allowed), call, attn_mask)
+    elif precise.quantized:
+        raise ValueError(
+            f"the forward ran in precision {precise.precision!r}, which has no gradient; use "
+            "'half' or 'exact'"
+        )
     tokens = tokens_of(call, attn_mask)
     saved = (grad_out, grad_lse, query, key, value, out)
     with without_autocast(call.device):
-        return attend_backward(*saved, plan, tokens, scale=scale, recipe=call.recipe)
+        return attend_backward(*saved, plan, tokens, scale=scale, recipe=precise)
 
 
 def _attention(
@@ -278,9 +286,8 @@ def _attention(
     choice = choose(host(), call, backend)
     done = run_attention(query, key, value, attn_mask, block_mask, call, choice)
     note(done.run)
-    lse = query.new_empty(query.shape[:3], dtype=work_dtype(query.dtype))
     plan = done.plan or _no_plan(query, key)
-    lse = lse if done.lse is None else done.lse
+    lse = _unasked(query, query.shape[:3]) if done.lse is None else done.lse
     return done.out.contiguous(), lse, plan.counts, plan.indices, plan.allowed
 
 
@@ -309,8 +316,12 @@ def _attention_varlen(
     facts = (value.shape[2], is_causal, causal_align, scale, recipe)
     call = call_of(q, k, *facts, return_lse=return_lse)
     out, lse = run_varlen(query, key, value, cuts, call, backend=backend)
-    unasked = query.new_empty((query.shape[1], query.shape[0]), dtype=work_dtype(query.dtype))
-    return out, unasked if lse is None else lse
+    return out, _unasked(query, (query.shape[1], query.shape[0])) if lse is None else lse
+
+
+def _unasked(query: Tensor, shape: Sequence[int]) -> Tensor:
+    """Stands for an LSE that nobody asked for: an op returns as many tensors on every route."""
+    return query.new_full(shape, math.inf, dtype=work_dtype(query.dtype))  # which no LSE is
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -333,6 +344,11 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[A
     return (*grads, *(None,) * 9)
 
 
+def _or_fake(impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors on the meta device have no numbers to compute with, only shapes."""
+    return lambda query, *rest: (fake if query.is_meta else impl)(query, *rest)
+
+
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "plan": (_plan, fakes.fake_plan),
     "quantize": (_quantize, fakes.fake_quantize),
@@ -343,8 +359,7 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention_varlen": (_attention_varlen, fakes.fake_attention_varlen),
 }
 for _name, (_impl, _fake) in _OPS.items():
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    _library.impl(_name, _fake, "Meta")
+    _library.impl(_name, _or_fake(_impl, _fake), "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparge::{_name}", _fake, lib=_library)
 torch.library.register_autograd(
     "sparge::attend", _gradients, setup_context=_save_attend, lib=_library

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -28,7 +29,7 @@ def _numbers(value: Any, what: str) -> Any:
             return None
         raise TypeError(f"{what} must be a number or one number per head, got {value!r}")
     if hasattr(value, "tolist"):
-        value = value.tolist()
+        return _numbers(value.tolist(), what)
     if isinstance(value, set | frozenset | Mapping):
         raise TypeError(
             f"{what} must be a number or one per head in order, got a {type(value).__name__}"
@@ -151,7 +152,7 @@ class Recipe:
             ("local_blocks", 0, None),
             ("sample_rows", 1, 128),
         ):
-            _whole(name, getattr(self, name), low, high)
+            object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
         object.__setattr__(self, "min_similarity", similarity)
         object.__setattr__(self, "pv_skip", pv_skip)
         object.__setattr__(self, "protect", _ranges(self.protect))
@@ -211,12 +212,14 @@ def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
 
 
-def _whole(name: str, value: Any, low: int, high: int | None) -> None:
+def _whole(name: str, value: Any, low: int, high: int | None) -> int:
     needed = f"a whole number of at least {low}" + ("" if high is None else f", at most {high}")
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be {needed}; got {value!r}")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name} must be {needed}; got {value}")
+    number = operator.index(value)
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{name} must be {needed}; got {number}")
+    return number
 
 
 def _ranges(protect: Any) -> tuple[tuple[int, int | None], ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .attend import Attended, attend
 from .attend.dense import attend_dense
 from .autocast import without_autocast
-from .backends import DENSE, Backend, Choice, choose, get_backend, host
+from .backends import DENSE, DENSE_BACKEND, Backend, Choice, choose, get_backend, host
 from .blockplan import BlockPlan
 from .call import Call
 from .plan import make_plan
@@ -172,7 +172,7 @@ def run_of(
     return _run(
         what,
         watch,
-        isa=get_backend(watch.choice.backend).isa(host()),
+        isa=get_backend(watch.choice.backend).isa(host(), watch.call),
         sparsity=plan.sparsity(pv_skips),
         kept=int(plan.counts.sum()),
         allowed=int(plan.allowed.sum()),
@@ -189,7 +189,8 @@ def _run_dense(watch: Stopwatch, tokens: TokenMask) -> Run | None:
     heads = watch.call.B * watch.call.Hq // (may.shape[0] * may.shape[1])
     allowed = int((may != EXCLUDED).sum()) * heads
     facts = {"sparsity": 0.0, "pv_skips": 0, "pv_groups": 0}
-    return _run("attention", watch, isa="torch", kept=allowed, allowed=allowed, **facts)
+    isa = DENSE_BACKEND.isa(host(), watch.call)
+    return _run("attention", watch, isa=isa, kept=allowed, allowed=allowed, **facts)
 
 
 def _run(what: str, watch: Stopwatch, **facts: Any) -> Run:

@@ -60,4 +60,6 @@ def working(x: Tensor, precision: str) -> Tensor:
     """The numbers a precision computes with, held in fp32 (fp64 for fp64 in `"exact"`)."""
     if precision == "exact":
         return x if x.dtype == torch.float64 else x.float()
-    return x.to(half_dtype(x.dtype)).float()
+    half = half_dtype(x.dtype)
+    most = torch.finfo(half).max  # numbers beyond it are the largest there is, not infinite
+    return x.clamp(-most, most).to(half).float()

@@ -24,14 +24,14 @@ def attend_dense(
     query: Tensor, key: Tensor, value: Tensor, tokens: TokenMask, *, scale: float, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`(out, lse or None)`, every allowed pair attended."""
-    gqa = query.shape[1] != key.shape[1]
-    diagonal = tokens.is_causal and not tokens.hides_nothing
+    gqa = _decided(query.shape[1] != key.shape[1])
+    diagonal = _decided(tokens.is_causal and not tokens.hides_nothing)
     mask = tokens.attn_mask
     apart = diagonal and (mask is not None or tokens.offset != 0)
     # torch gives NaN gradients to rows that a mask leaves nothing, so those go in slices too.
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if not need_lse and not apart and not (wants_grad and mask is not None):
-        mask = None if mask is None else _bias_of(mask, query.dtype)
+        mask = None if mask is None else _as_sdpa_takes_it(mask, query.dtype)
         out = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=diagonal, scale=scale, enable_gqa=gqa
         )
@@ -39,8 +39,11 @@ def attend_dense(
     if gqa:
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    step = max(16, _SCORES // (query.shape[0] * query.shape[1] * tokens.Lk))
-    slices = [slice(top, min(top + step, tokens.Lq)) for top in range(0, tokens.Lq, step)]
+    slices = [slice(0, tokens.Lq)]
+    if not torch.compiler.is_compiling():  # a loop in a graph is compiled anew for every length
+        step = max(16, _SCORES // (query.shape[0] * query.shape[1] * tokens.Lk))
+        tops = range(0, tokens.Lq, step)
+        slices = [slice(top, min(top + step, tokens.Lq)) for top in tops]
     parts = [
         _attend_slice(
             query[:, :, rows], key, value, _slice_bias(tokens, rows, query), scale, need_lse
@@ -52,6 +55,13 @@ def attend_dense(
     return out, torch.cat(lses, 2) if need_lse else None
 
 
+def _decided(condition: bool) -> bool:
+    """A plain bool: of a dynamic shape in a compiled graph, a condition is a symbol until asked."""
+    if condition:  # noqa: SIM103
+        return True
+    return False
+
+
 def _attend_slice(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -59,7 +69,6 @@ def _attend_slice(
     nothing = (bias == -math.inf).all(-1, keepdim=True)
     bias = bias.masked_fill(nothing, 0.0)
     if not need_lse:
-        bias = _bias_of(bias, query.dtype)
         out = F.scaled_dot_product_attention(query, key, value, bias, scale=scale)
         return out.masked_fill(nothing, 0.0), None
     work = work_dtype(query.dtype)
@@ -87,9 +96,10 @@ def _slice_bias(tokens: TokenMask, rows: slice, query: Tensor) -> Tensor:
     return bias
 
 
-def _bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask in a dtype that SDPA takes; a very low finite bias stays finite."""
-    if mask.dtype in (torch.bool, dtype):
-        return mask
-    low = mask.clamp(min=torch.finfo(dtype).min).to(dtype)
-    return torch.where(mask == -math.inf, -math.inf, low)
+def _as_sdpa_takes_it(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """SDPA takes bool, fp32 and the query's dtype; fp32 beside fp64 queries it does not.
+
+    An fp32 bias is never rounded to 16 bits: positions of a long sequence would run together.
+    """
+    widen = dtype == torch.float64 and mask.dtype == torch.float32
+    return mask.double() if widen else mask

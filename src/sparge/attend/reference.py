@@ -61,12 +61,19 @@ def attend(
     pv_skips = torch.zeros_like(plan.counts)
     pv_skip = heads_of(recipe.pv_skip, Hq, none=math.inf)
     finite_q, finite_k = finite_rows(operands.query), _finite_blocks(operands)
+    largest = _largest_values(operands.value)
     for b, h, i_q, kept in kept_blocks(plan):
         rows = block_range(i_q, BLOCK_Q, Lq)
         head = HeadScores(operands, tokens, b, h, scale=scale, precision=recipe.precision)
-        row_max, row_sum, acc, skipped = _online_softmax(head, rows, kept, pv_skip[h], dtype)
+        bound = min(largest[b][head.h_k], torch.finfo(dtype).max)
+        headroom = _headroom(bound, tokens.Lk, work_dtype(dtype))
+        row_max, row_sum, acc, skipped = _online_softmax(
+            head, rows, kept, pv_skip[h], dtype, headroom
+        )
         nothing = row_max == -math.inf
-        o = torch.where(nothing[:, None], 0.0, acc / row_sum[:, None] / _headroom(tokens.Lk))
+        o = torch.where(nothing[:, None], 0.0, acc / row_sum[:, None] / headroom)
+        # An average exceeds none of its values, however it was rounded on the way.
+        o = o.clamp(-bound, bound)
         row_lse = torch.where(nothing, -math.inf, (row_max + torch.log2(row_sum)) * LN2)
         if operands.lse_shift is not None:
             row_lse = row_lse + operands.lse_shift[b, h, rows]
@@ -106,7 +113,12 @@ def walk(head: HeadScores, rows: slice, kept: list[int], pv_skip: float) -> Iter
 
 
 def _online_softmax(
-    head: HeadScores, rows: slice, kept: list[int], pv_skip: float, dtype: torch.dtype
+    head: HeadScores,
+    rows: slice,
+    kept: list[int],
+    pv_skip: float,
+    dtype: torch.dtype,
+    headroom: float,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """`(row_max, row_sum, acc, row groups skipped)` of one query block; acc is of V · headroom."""
     n, value = rows.stop - rows.start, head.operands.value
@@ -121,14 +133,16 @@ def _online_softmax(
         p = exp2(tile.scores - shift[:, None]).masked_fill(tile.skip[:, None], 0.0)
         fade = exp2(tile.old_max - shift)
         row_sum = row_sum * fade + fold_sum(p, dim=1)
-        acc = acc * fade[:, None] + _p_times_v(p, tile.cols, head, dtype)
+        acc = acc * fade[:, None] + _p_times_v(p, tile.cols, head, dtype, headroom)
         skipped += tile.groups_skipped
     return row_max, row_sum, acc, skipped
 
 
-def _p_times_v(p: Tensor, cols: slice, head: HeadScores, dtype: torch.dtype) -> Tensor:
+def _p_times_v(
+    p: Tensor, cols: slice, head: HeadScores, dtype: torch.dtype, headroom: float
+) -> Tensor:
     """`p · V` of one block in the precision of the run, V scaled by the headroom."""
-    value, headroom = head.operands.value, _headroom(head.tokens.Lk)
+    value = head.operands.value
     if isinstance(value, QTensor):
         codes = value.codes[head.b, head.h_k, cols].float()
         scale = value.scale[head.b, head.h_k, cols.start // BLOCK_K] * headroom
@@ -143,9 +157,22 @@ def _p_times_v(p: Tensor, cols: slice, head: HeadScores, dtype: torch.dtype) -> 
     return dot(p.to(half_dtype(dtype)).float(), working(v, "half").T * headroom)
 
 
-def _headroom(Lk: int) -> float:
-    """A power of two by which V shrinks, so that a sum of Lk of its largest numbers is finite."""
-    return 2.0 ** -(Lk - 1).bit_length()
+def _headroom(largest: float, Lk: int, work: torch.dtype) -> float:
+    """A power of two for V: 1, or small enough that a sum of Lk of its largest stays finite."""
+    shrink = 2.0 ** -(Lk - 1).bit_length()
+    return 1.0 if largest < torch.finfo(work).max * shrink else shrink
+
+
+def _largest_values(value: Tensor | QTensor) -> list[list[float]]:
+    """The largest finite `|v|` of each key head; for codes, a little more for their rounding."""
+    if isinstance(value, QTensor):
+        return (_finite(value.scale).amax((-1, -2)).double() * 127.0001).tolist()
+    return _finite(value).abs().amax((-1, -2)).double().tolist()
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Rows that are not finite become NaN elsewhere, and bound nothing."""
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _finite_blocks(operands: Operands) -> Tensor:

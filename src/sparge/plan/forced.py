@@ -18,9 +18,11 @@ def forced_blocks(tokens: TokenMask, recipe: Recipe, device: torch.device) -> Te
     """Bool `[n_q, n_k]`; blocks that nothing may attend are left for the caller to exclude."""
     n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
     forced = torch.zeros((n_q, n_k), dtype=torch.bool, device=device)
-    forced[:, : recipe.sink_blocks] = True
+    forced[:, : min(recipe.sink_blocks, n_k)] = True
     if tokens.is_causal or recipe.local_blocks:
-        forced |= _near_diagonal(tokens, recipe.local_blocks, device)
+        # A reach beyond all blocks is all of them, and must not run over.
+        reach = min(recipe.local_blocks, n_q * BLOCK_Q + n_k)
+        forced |= _near_diagonal(tokens, reach, device)
     for start, stop in recipe.protect:
         first, last, _ = slice(start, stop).indices(tokens.Lk)
         forced[:, _blocks_of(first, last, BLOCK_K)] = True
