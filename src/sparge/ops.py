@@ -241,10 +241,8 @@ def _backward(
     if bool((counts < 0).any()):
         # The op routed to dense attention: every block, and no rounding of the operands.
         every = torch.ones_like(indices, dtype=torch.bool)
-        plan, precise = (
-            plan_of(every, tokens_of(call, attn_mask)),
-            Recipe(KeepAll(), precision="exact"),
-        )
+        plan = plan_of(every, tokens_of(call, attn_mask))
+        precise = Recipe(KeepAll(), precision="exact")
     elif precise.quantized:
         raise ValueError(
             f"the forward ran in precision {precise.precision!r}, which has no gradient; use "

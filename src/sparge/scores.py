@@ -60,6 +60,7 @@ def working(x: Tensor, precision: str) -> Tensor:
     """The numbers a precision computes with, held in fp32 (fp64 for fp64 in `"exact"`)."""
     if precision == "exact":
         return x if x.dtype == torch.float64 else x.float()
-    half = half_dtype(x.dtype)
-    most = torch.finfo(half).max  # numbers beyond it are the largest there is, not infinite
-    return x.clamp(-most, most).to(half).float()
+    half, x = half_dtype(x.dtype), x.float()
+    # What fp32 holds and 16 bits round to infinity is their largest number; more is infinite.
+    most = torch.finfo(half).max
+    return torch.where(x.isinf(), x, x.clamp(-most, most)).to(half).float()

@@ -61,19 +61,21 @@ def attend(
     pv_skips = torch.zeros_like(plan.counts)
     pv_skip = heads_of(recipe.pv_skip, Hq, none=math.inf)
     finite_q, finite_k = finite_rows(operands.query), _finite_blocks(operands)
+    work = work_dtype(dtype) if recipe.precision == "exact" else torch.float32
     largest = _largest_values(operands.value)
     for b, h, i_q, kept in kept_blocks(plan):
         rows = block_range(i_q, BLOCK_Q, Lq)
         head = HeadScores(operands, tokens, b, h, scale=scale, precision=recipe.precision)
         bound = min(largest[b][head.h_k], torch.finfo(dtype).max)
-        headroom = _headroom(bound, tokens.Lk, work_dtype(dtype))
+        headroom = _headroom(bound, tokens.Lk, work)
         row_max, row_sum, acc, skipped = _online_softmax(
-            head, rows, kept, pv_skip[h], dtype, headroom
+            head, rows, kept, pv_skip[h], dtype, work, headroom
         )
         nothing = row_max == -math.inf
         o = torch.where(nothing[:, None], 0.0, acc / row_sum[:, None] / headroom)
-        # An average exceeds none of its values, however it was rounded on the way.
-        o = o.clamp(-bound, bound)
+        if bound <= torch.finfo(work).max:
+            # An average exceeds none of its values, however it was rounded on the way.
+            o = o.clamp(-bound, bound)
         row_lse = torch.where(nothing, -math.inf, (row_max + torch.log2(row_sum)) * LN2)
         if operands.lse_shift is not None:
             row_lse = row_lse + operands.lse_shift[b, h, rows]
@@ -118,11 +120,11 @@ def _online_softmax(
     kept: list[int],
     pv_skip: float,
     dtype: torch.dtype,
+    work: torch.dtype,
     headroom: float,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """`(row_max, row_sum, acc, row groups skipped)` of one query block; acc is of V · headroom."""
     n, value = rows.stop - rows.start, head.operands.value
-    work = work_dtype(dtype) if head.precision == "exact" else torch.float32
     row_max = torch.full((n,), -math.inf, dtype=work, device=value.device)
     row_sum = torch.zeros_like(row_max)
     acc = torch.zeros((n, value.shape[3]), dtype=work, device=value.device)
