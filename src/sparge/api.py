@@ -159,12 +159,13 @@ def make_plan(
     backend: str = AUTO,
 ) -> BlockPlan:
     """The first half of `attention`: which key blocks each query block will read."""
-    query, key = as_autocast(query, key)
+    query, key = map(_detached, as_autocast(query, key))
+    attn_mask = _detached(attn_mask)
     call = check_call(
-        _detached(query),
-        _detached(key),
+        query,
+        key,
         None,
-        attn_mask=_detached(attn_mask),
+        attn_mask=attn_mask,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
@@ -174,10 +175,8 @@ def make_plan(
         backend=backend,
         planning=True,
     )
-    mask = as_4d(_detached(attn_mask))
-    plan = torch.ops.sparge.plan(
-        query.detach(), key.detach(), mask, as_4d(block_mask), *call_facts(call), backend
-    )
+    mask = as_4d(attn_mask)
+    plan = torch.ops.sparge.plan(query, key, mask, as_4d(block_mask), *call_facts(call), backend)
     made = ops.plan_of_tensors(plan, call, mask)
     return made if torch.compiler.is_compiling() else made.trust()
 
@@ -252,12 +251,13 @@ def sampled_error(
 
     Relative L1 between the output of those rows over the kept blocks and over all blocks.
     """
-    query, key, value = as_autocast(query, key, value)
+    query, key, value = map(_detached, as_autocast(query, key, value))
+    attn_mask = _detached(attn_mask)
     call = check_call(
-        _detached(query),
-        _detached(key),
-        _detached(value),
-        attn_mask=_detached(attn_mask),
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
         is_causal=getattr(plan, "is_causal", False),
         scale=scale,
         enable_gqa=enable_gqa,
@@ -265,7 +265,7 @@ def sampled_error(
         recipe=recipe,
     )
     check_plan(plan, call, query.device)
-    tokens = tokens_of(call, as_4d(_detached(attn_mask)))
+    tokens = tokens_of(call, as_4d(attn_mask))
     with torch.no_grad(), without_autocast(call.device):
         return _sampled_error(query, key, value, plan, tokens, scale=call.scale, recipe=call.recipe)
 

@@ -66,6 +66,11 @@ def exp2(x: Tensor) -> Tensor:
     return power.mul_(exponent.view(x.dtype)).masked_fill_(x < lowest, 0.0)
 
 
+def shift_of(row_max: Tensor) -> Tensor:
+    """What scores are lowered by before exp2: their maximum, or 0 where there is none (-inf)."""
+    return row_max.masked_fill(row_max == -math.inf, 0.0)
+
+
 def prefix_sum(x: Tensor) -> Tensor:
     """Running sums over the last dimension, in steps that double; `x` is overwritten."""
     step = 1

@@ -24,6 +24,11 @@ def block_range(i_block: int, block: int, length: int) -> slice:
     return slice(i_block * block, min((i_block + 1) * block, length))
 
 
+def slices_of(length: int, step: int) -> list[slice]:
+    """`0 … length-1` in slices of `step`, the last one shorter."""
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
 def block_sizes(length: int, block: int, device: torch.device | None = None) -> torch.Tensor:
     """Valid rows of every block, `[n]` int64."""
     starts = torch.arange(0, length, block, device=device)

@@ -237,18 +237,18 @@ def _backward(
     recipe: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = call_of(query, key, value.shape[3], is_causal, causal_align, scale, recipe)
+    tokens = tokens_of(call, attn_mask)
     plan, precise = plan_of_tensors((counts, indices, allowed), call, attn_mask), call.recipe
     if bool((counts < 0).any()):
         # The op routed to dense attention: every block, and no rounding of the operands.
         every = torch.ones_like(indices, dtype=torch.bool)
-        plan = plan_of(every, tokens_of(call, attn_mask))
+        plan = plan_of(every, tokens)
         precise = Recipe(KeepAll(), precision="exact")
     elif precise.quantized:
         raise ValueError(
             f"the forward ran in precision {precise.precision!r}, which has no gradient; use "
             "'half' or 'exact'"
         )
-    tokens = tokens_of(call, attn_mask)
     saved = (grad_out, grad_lse, query, key, value, out)
     with without_autocast(call.device):
         return attend_backward(*saved, plan, tokens, scale=scale, recipe=precise)

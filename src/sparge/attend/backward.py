@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..arithmetic import exp2
+from ..arithmetic import exp2, shift_of
 from ..blockplan import BlockPlan
 from ..call import work_dtype
 from ..geometry import BLOCK_Q, block_range
@@ -63,8 +63,7 @@ def _probabilities(tiles: list[Tile], work: torch.dtype) -> Iterator[tuple[slice
     finfo.min has lost the digits that tell a row's keys apart."""
     if not tiles:
         return
-    row_max = tiles[-1].row_max
-    shift = torch.where(row_max == -math.inf, 0.0, row_max)[:, None]
+    shift = shift_of(tiles[-1].row_max)[:, None]
     weights = [
         exp2(tile.scores - shift).masked_fill(tile.skip[:, None], 0.0).to(work) for tile in tiles
     ]

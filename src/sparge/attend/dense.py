@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..autocast import without_autocast
 from ..call import work_dtype
+from ..geometry import slices_of
 from ..tokenmask import TokenMask
 
 # Scores held at once where we compute them ourselves: 16M fp32 numbers are 64 MB.
@@ -42,8 +43,7 @@ def attend_dense(
     slices = [slice(0, tokens.Lq)]
     if not torch.compiler.is_compiling():  # a loop in a graph is compiled anew for every length
         step = max(16, _SCORES // (query.shape[0] * query.shape[1] * tokens.Lk))
-        tops = range(0, tokens.Lq, step)
-        slices = [slice(top, min(top + step, tokens.Lq)) for top in tops]
+        slices = slices_of(tokens.Lq, step)
     parts = [
         _attend_slice(
             query[:, :, rows], key, value, _slice_bias(tokens, rows, query), scale, need_lse

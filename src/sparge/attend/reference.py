@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arithmetic import LN2, dot, exp2, fold_sum
+from ..arithmetic import LN2, dot, exp2, fold_sum, shift_of
 from ..blockplan import BlockPlan
 from ..call import half_dtype, work_dtype
 from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, in_blocks
@@ -131,7 +131,7 @@ def _online_softmax(
     skipped = 0
     for tile in walk(head, rows, kept, pv_skip):
         row_max = tile.row_max
-        shift = torch.where(row_max == -math.inf, 0.0, row_max)
+        shift = shift_of(row_max)
         p = exp2(tile.scores - shift[:, None]).masked_fill(tile.skip[:, None], 0.0)
         fade = exp2(tile.old_max - shift)
         row_sum = row_sum * fade + fold_sum(p, dim=1)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arithmetic import LOG2E, dot, exp2, fold_sum, mean_over_rows, prefix_sum
+from ..arithmetic import LOG2E, dot, exp2, fold_sum, mean_over_rows, prefix_sum, shift_of
 from ..blockplan import BlockPlan, plan_of
 from ..geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 from ..quantize.reference import smooth_keys
@@ -110,8 +110,7 @@ def predict_mean(
 
 def softmax(scores: Tensor) -> Tensor:
     """Over the last dimension; a row of -inf gives zeros."""
-    row_max = scores.amax(-1, keepdim=True)
-    weights = exp2((scores - torch.where(row_max == -math.inf, 0.0, row_max)) * LOG2E)
+    weights = exp2((scores - shift_of(scores.amax(-1, keepdim=True))) * LOG2E)
     row_sum = fold_sum(weights, dim=-1).unsqueeze(-1)
     return torch.where(row_sum == 0, 0.0, weights / row_sum)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arithmetic import exp2, fold_sum
+from ..arithmetic import exp2, fold_sum, shift_of
 from ..blockplan import BlockPlan
-from ..geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks, sampled_rows
+from ..geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks, sampled_rows, slices_of
 from ..qtensor import Operands
 from ..quantize.reference import quantize
 from ..recipe import QUANTIZED, Recipe
@@ -99,11 +99,9 @@ def _row_weights(
 ) -> Tensor:
     """exp(score - row_max) of some rows over all keys `[r, Lk]`; zeros where masked."""
     head = HeadScores(operands, tokens, b, h, scale=scale, precision=precision)
-    lefts = range(0, tokens.Lk, KEYS_AT_ONCE)
-    parts = [slice(left, min(left + KEYS_AT_ONCE, tokens.Lk)) for left in lefts]
-    scores = torch.cat([head.scores(rows, cols) for cols in parts], dim=1)
-    row_max = scores.amax(1, keepdim=True)
-    return exp2(scores - torch.where(row_max == float("-inf"), 0.0, row_max))
+    parts = [head.scores(rows, cols) for cols in slices_of(tokens.Lk, KEYS_AT_ONCE)]
+    scores = torch.cat(parts, dim=1)
+    return exp2(scores - shift_of(scores.amax(1, keepdim=True)))
 
 
 def _average(weights: Tensor, v: Tensor) -> Tensor:
