@@ -8,13 +8,14 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format bench clean setup
+.PHONY: demo test lint format sanitize fuzz bench clean setup
 
 setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --requirement requirements-build.txt
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev]"
 	touch $@
 
 demo: setup
@@ -32,6 +33,15 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The kernel tests over a build with AddressSanitizer and UndefinedBehaviorSanitizer; scripts/sanitize.sh
+# says what it covers, and why there is no ThreadSanitizer.
+sanitize: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/sanitize.sh
+
+# Random calls against the reference; FUZZ_SECONDS=600 for longer, FUZZ_SEED=… for the same again.
+fuzz: setup
+	$(BIN)/python -m fuzz
 
 bench: setup
 	$(BIN)/sparge bench

@@ -6,6 +6,7 @@ A backend registered before collection (`pytest -p your_plugin`) is in the suite
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +14,68 @@ import torch
 
 import sparge
 from calls import fake
+from sparge import native
 from sparge.attend import reference as reference_attend
-from sparge.backends import STAGES, Backend, backends, register_backend, unregister_backend
+from sparge.backends import (
+    STAGES,
+    Backend,
+    Host,
+    backends,
+    get_backend,
+    register_backend,
+    unregister_backend,
+)
+from sparge.call import Call
+from sparge.crossover import BUILT_IN
 
-BACKENDS = [b.name for b in backends()]
+# The native core once for each instruction set of this machine, by name: `cpu-avx2`.
+BACKENDS = [
+    f"{b.name}-{isa}" if b.name == "cpu" else b.name
+    for b in backends()
+    for isa in (native.available() if b.name == "cpu" else [""])
+]
+
+FIXED = replace(BUILT_IN, measured=True)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", BACKENDS)
+@pytest.fixture(scope="session", params=BACKENDS)
+def backend(request):
+    """The name of a backend; the native core is held to one instruction set meanwhile."""
+    name, _, isa = request.param.partition("-")
+    if name != "cpu":
+        yield request.param
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.ENV_ISA, isa)
+        yield name
+
+
+def serves_fp64(name):
+    sizes = dict.fromkeys(("B", "Hq", "Hk", "Lq", "Lk", "D", "Dv"), 1)
+    call = Call(**sizes, dtype=torch.float64, device="cpu", scale=1.0, recipe=sparge.Recipe())
+    backend = get_backend(name.partition("-")[0])
+    return backend.refusal(Host("", ""), call) is None
+
+
+@pytest.fixture(params=[name for name in BACKENDS if serves_fp64(name)])
+def fp64_backend(request):
+    """The name of a backend that computes float64 in float64."""
+    return request.param
+
+
+@pytest.fixture
+def widest(backend):
+    """The widest dtype of a backend: float64 where it serves it."""
+    return torch.float64 if serves_fp64(backend) else torch.float32
+
+
+@pytest.fixture(autouse=True)
+def fixed_crossover(monkeypatch, tmp_path):
+    """Routing by fixed numbers: no test measures unless it asks to, or sees the user's cache."""
+    monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sparge.backends._hosts", {})
+    monkeypatch.setattr("sparge.backends._crossover_of", lambda isa, threads: FIXED)
+    monkeypatch.setattr("sparge.calibrate._turns", {})
 
 
 @pytest.fixture(autouse=True)

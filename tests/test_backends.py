@@ -16,7 +16,7 @@ from sparge.backends import backends, choose, host, unregister_backend
 # --- choosing ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["reference", "dense"])
+@pytest.mark.parametrize("name", ["cpu", "reference", "dense"])
 def test_an_explicit_backend_is_obeyed(name):
     q, k, v = tensors()
     choice = sparge.explain(q, k, v, backend=name)
@@ -39,9 +39,9 @@ def test_the_backends_compute_different_things():
 def test_unknown_names_are_refused_with_what_exists(register):
     register("mine")
     for call in (sparge.attention, sparge.explain):
-        with pytest.raises(ValueError, match=r"backend='cuda'.*auto, mine, reference, dense"):
+        with pytest.raises(ValueError, match=r"backend='cuda'.*auto, mine, cpu, reference, dense"):
             call(*tensors(), backend="cuda")
-    with pytest.raises(ValueError, match=r"backend='cuda'.*auto, mine, reference"):
+    with pytest.raises(ValueError, match=r"backend='cuda'.*auto, mine, cpu, reference"):
         sparge.make_plan(*tensors()[:2], backend="cuda")
 
 
@@ -73,7 +73,7 @@ def test_the_environment_never_falls_back(monkeypatch, register):
             call(*tensors(), block_mask=block_mask())
         assert runs == []
         assert "SPARGE_BACKEND=dense" in str(caught.value)
-        assert set(caught.value.reasons) == {"picky", "reference", "dense"}
+        assert set(caught.value.reasons) == {"picky", "cpu", "reference", "dense"}
         assert caught.value.reasons["picky"] == "it is a Tuesday"
         assert "was not asked" in caught.value.reasons["reference"]
         assert "block mask" in caught.value.reasons["dense"]
@@ -83,7 +83,7 @@ def test_the_environment_never_falls_back(monkeypatch, register):
 
 def test_an_unknown_name_in_the_environment(monkeypatch):
     monkeypatch.setenv("SPARGE_BACKEND", "cuda")
-    with pytest.raises(ValueError, match=r"SPARGE_BACKEND=cuda.*auto, reference, dense"):
+    with pytest.raises(ValueError, match=r"SPARGE_BACKEND=cuda.*auto, cpu, reference, dense"):
         sparge.attention(*tensors())
 
 
@@ -109,7 +109,7 @@ def test_dense_attention_has_no_single_stages(monkeypatch, register, by_environm
     ):
         with pytest.raises(Unsupported, match="no plan and no stages") as caught:
             call()
-        assert set(caught.value.reasons) == {"picky", "reference", "dense"}
+        assert set(caught.value.reasons) == {"picky", "cpu", "reference", "dense"}
 
 
 def test_auto_routes_to_dense_and_says_why():
@@ -132,16 +132,16 @@ def test_auto_routes_to_dense_and_says_why():
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
 
 
-def test_auto_with_a_block_mask_runs_the_reference():
+def test_auto_with_a_block_mask_runs_a_sparse_backend():
     q, k, v = tensors()
     mask = block_mask()
     choice = sparge.explain(q, k, v, block_mask=mask)
-    assert choice.backend == "reference"
+    assert choice.backend == "cpu"
     assert "block mask" in choice.rejected["dense"]
     recipe = Recipe(precision="exact")
     with sparge.record() as runs:
         out = sparge.attention(q, k, v, block_mask=mask, recipe=recipe)
-    assert only(runs).backend == "reference"
+    assert only(runs).backend == "cpu"
     assert not only(runs).routed_to_dense
     assert only(runs).density == 7 / 8
     pairs = mask.repeat_interleave(128, 0)[:140].repeat_interleave(64, 1)[:, :200]
@@ -155,7 +155,7 @@ def test_a_registered_backend_is_picked_by_auto(register):
     choice = sparge.explain(q, k, v)
     assert choice.backend == "fake"
     assert not choice.routed_to_dense
-    assert choice.rejected == {"reference": "slower than fake", "dense": "slower than fake"}
+    assert choice.rejected == dict.fromkeys(("cpu", "reference", "dense"), "slower than fake")
     with sparge.record() as runs:
         got = sparge.attention(q, k, v)
         sparge.attend(q, k, v, sparge.make_plan(q, k))
@@ -168,7 +168,7 @@ def test_the_last_registered_is_asked_first(register):
     register("first")
     register("second")
     assert sparge.explain(*tensors()).backend == "second"
-    assert [b.name for b in backends()] == ["second", "first", "reference"]
+    assert [b.name for b in backends()] == ["second", "first", "cpu", "reference"]
 
 
 def test_a_refusal_is_reported_and_the_next_is_asked(register):
@@ -275,6 +275,6 @@ def test_choose_is_a_function_of_its_arguments(register):
 
 
 def test_what_was_not_registered_cannot_be_unregistered():
-    for name in ("reference", "dense", "auto", "nobody"):
+    for name in ("cpu", "reference", "dense", "auto", "nobody"):
         with pytest.raises(ValueError, match=f"'{name}'"):
             unregister_backend(name)

@@ -33,21 +33,21 @@ def leaves(*tensors):
 
 @pytest.mark.parametrize("through", ["attention", "attend"])
 @pytest.mark.parametrize("kind", ["full", "causal", "bottom_right", "mask"])
-def test_gradients_are_those_of_the_kept_blocks(backend, kind, through):
-    q, k, v = make_qkv(B=2, Hq=4, Hk=2, Lq=150, Lk=200, D=12, Dv=20, dtype=torch.float64)
+def test_gradients_are_those_of_the_kept_blocks(backend, kind, through, widest):
+    q, k, v = make_qkv(B=2, Hq=4, Hk=2, Lq=150, Lk=200, D=12, Dv=20, dtype=widest)
     options = {"is_causal": kind in ("causal", "bottom_right")}
     if kind == "bottom_right":
         options["causal_align"] = kind
     if kind == "mask":
         g = torch.Generator().manual_seed(1)
-        mask = torch.randn(150, 200, generator=g, dtype=torch.float64)
+        mask = torch.randn(150, 200, generator=g, dtype=torch.float64).to(widest)
         options["attn_mask"] = mask.masked_fill(mask > 1, -math.inf)
         options["attn_mask"][7] = -math.inf
     recipe = Recipe(KeepMass(0.6), precision="exact", sink_blocks=0)
     common = {"enable_gqa": True, "recipe": recipe, "backend": backend}
     plan = sparge.make_plan(q, k, **options, **common)
     assert plan.density < 1 or kind == "causal"  # where so few rows see the last blocks
-    ours, truth = leaves(q, k, v), leaves(q, k, v)
+    ours, truth = leaves(q, k, v), leaves(q.double(), k.double(), v.double())
     if through == "attention":
         out, lse = sparge.attention(*ours, return_lse=True, **options, **common)
     else:
@@ -62,19 +62,37 @@ def test_gradients_are_those_of_the_kept_blocks(backend, kind, through):
     objective(out, lse).backward()
     objective(*textbook(*truth, plan.to_mask(), **options)).backward()
     for x, y in zip(ours, truth, strict=True):
-        assert torch.allclose(x.grad, y.grad.nan_to_num(0.0), atol=1e-10)
+        atol = 1e-10 if widest == torch.float64 else 1e-4
+        assert torch.allclose(x.grad.double(), y.grad.nan_to_num(0.0), atol=atol)
 
 
-def test_gradcheck_with_the_second_filter(backend):
-    """Skipped row groups are constants: finite differences agree away from the thresholds."""
+def sharp_inputs(dtype):
     q, k, v = make_qkv(Hq=1, Lq=20, Lk=130, D=3, dtype=torch.float64, sharp=3.0)
-    k *= torch.linspace(2, 0.05, 130)[:, None]
+    return q.to(dtype), (k * torch.linspace(2, 0.05, 130)[:, None]).to(dtype), v.to(dtype)
+
+
+def test_gradients_with_the_second_filter_are_the_reference_s(backend, widest):
+    """Which the next test holds to finite differences."""
+    recipe = Recipe(KeepAll(), precision="exact", pv_skip=1.5)
+    ours, truth = leaves(*sharp_inputs(widest)), leaves(*sharp_inputs(torch.float64))
+    for inputs, name in ((ours, backend), (truth, "reference")):
+        with sparge.record() as runs:
+            out = sparge.attention(*inputs, recipe=recipe, backend=name)
+        assert runs[0].pv_skipped > 0
+        out.square().sum().backward()
+    for x, y in zip(ours, truth, strict=True):
+        assert torch.allclose(x.grad.double(), y.grad, atol=1e-4)
+
+
+def test_gradcheck_with_the_second_filter(fp64_backend):
+    """Skipped row groups are constants: finite differences agree away from the thresholds."""
+    q, k, v = sharp_inputs(torch.float64)
     recipe = Recipe(KeepAll(), precision="exact", pv_skip=1.5)
     with sparge.record() as runs:
-        sparge.attention(q, k, v, recipe=recipe, backend=backend)
+        sparge.attention(q, k, v, recipe=recipe, backend=fp64_backend)
     assert runs[0].pv_skipped > 0
     assert torch.autograd.gradcheck(
-        lambda *x: sparge.attention(*x, recipe=recipe, backend=backend, return_lse=True),
+        lambda *x: sparge.attention(*x, recipe=recipe, backend=fp64_backend, return_lse=True),
         leaves(q, k, v),
     )
 

@@ -44,7 +44,7 @@ def test_opcheck_of_every_stage(backend, precision):
         out, lse, _ = ops.attend(q, k, v, mask, *plan, *call, backend)
         grads = (torch.ones_like(out), torch.ones_like(lse))
         saved = (q, k, v, out, mask, *plan)
-        all_pass(opcheck(ops.attend_backward, (*grads, *saved, *call)))
+        all_pass(opcheck(ops.attend_backward, (*grads, *saved, *call, backend)))
     all_pass(opcheck(ops.attention, (q, k, v, mask, None, *call, True, False, backend)))
 
 

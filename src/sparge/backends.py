@@ -10,19 +10,25 @@ import importlib
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from . import cache, native
 from .call import Call
+from .crossover import BUILT_IN, Crossover, Estimate
 from .errors import Unsupported
+from .geometry import BLOCK_Q
 
 ENV = "SPARGE_BACKEND"
 AUTO = "auto"
 DENSE = "dense"
+CPU = "cpu"
 STAGES = ("plan", "quantize", "attend")
+FEWEST_PAIRS = 1 << 19
+"""Calls of fewer query-key pairs take a millisecond or two; planning alone takes half of that."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,16 @@ class Host:
 
     machine: str
     cpu_capability: str
+    isas: tuple[str, ...] = ()
+    """Instruction sets of the native core that run here, best first."""
+    native_missing: str | None = None
+    """Why there is no native core, if there is none."""
+    crossover: Crossover = BUILT_IN
+    """What the native core and dense attention cost here."""
+
+
+def _no_estimate(host: Host, call: Call) -> Estimate | None:
+    return None
 
 
 def _torch_isa(host: Host, call: Call) -> str:
@@ -43,10 +59,12 @@ class Backend:
     """One way to run the stages.
 
     refusal: why it cannot run a call on a host, or None.
-    slower: why dense attention would be faster, or None where this backend wins.
+    slower: why dense attention is faster, known without numbers; or None.
+    estimate: what both are predicted to take, or None for a backend that always wins.
     modules: the module of each stage in STAGES; imported when first used.
     isa: the instruction set it runs with, for the record.
     q_rows_per_scale, k_rows_per_scale: rows that share an int8 scale; 1 is one per token.
+    shares_statistics: quantize has `prepare` and plan has `plan_from`: one pass serves both.
     """
 
     name: str
@@ -57,6 +75,8 @@ class Backend:
     isa: Callable[[Host, Call], str] = _torch_isa
     q_rows_per_scale: int = 1
     k_rows_per_scale: int = 1
+    shares_statistics: bool = False
+    estimate: Callable[[Host, Call], Estimate | None] = _no_estimate
 
     def stage(self, name: str) -> Any:
         module: ModuleType = importlib.import_module(self.modules[name])
@@ -65,12 +85,16 @@ class Backend:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which backend a call gets, why, and why every other one does not."""
+    """Which backend a call gets, why, and why every other one does not.
+
+    estimate: the prediction that `auto` went by; None where it needed none.
+    """
 
     backend: str
     reason: str
     rejected: Mapping[str, str]
     routed_to_dense: bool = False
+    estimate: Estimate | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -111,8 +135,52 @@ _REFERENCE = Backend(
     _reference_slower,
     {stage: f"sparge.{stage}.reference" for stage in STAGES},
 )
+
+
+def _cpu_refusal(host: Host, call: Call) -> str | None:
+    if call.device != "cpu":
+        return f"it runs on the cpu, and the tensors are on {call.device}"
+    if call.dtype == torch.float64:
+        return "it computes in fp32; the reference serves float64"
+    if host.native_missing is None:
+        native.chosen_isa(host.isas)  # a forced name that is not there is an error, never ignored
+    return host.native_missing
+
+
+def _cpu_slower(host: Host, call: Call) -> str | None:
+    if call.needs_grad:
+        return "torch's own gradient of dense attention is faster"
+    if torch.compiler.is_compiling():
+        return (
+            None  # lengths may be symbols here; the op chooses again by its numbers, when it runs
+        )
+    if call.Lq < BLOCK_Q:
+        return f"{call.Lq} queries do not fill a block of {BLOCK_Q}; dense attention is faster"
+    pairs = call.B * call.Hq * call.Lq * call.Lk
+    if pairs < FEWEST_PAIRS:
+        return (
+            f"{pairs} query-key pairs are fewer than {FEWEST_PAIRS}; dense attention is done "
+            "before a plan is made"
+        )
+    return None
+
+
+def _cpu_estimate(host: Host, call: Call) -> Estimate | None:
+    return None if torch.compiler.is_compiling() else host.crossover.estimate(call)
+
+
+_CPU = Backend(
+    CPU,
+    "the native core for the processor, with the best instruction set it has",
+    _cpu_refusal,
+    _cpu_slower,
+    {stage: f"sparge.{stage}.cpu" for stage in STAGES},
+    isa=lambda host, call: native.chosen_isa(host.isas),
+    shares_statistics=True,
+    estimate=_cpu_estimate,
+)
 # Fastest first; the reference last. Dense is apart: it has no stages.
-_BACKENDS: dict[str, Backend] = {_REFERENCE.name: _REFERENCE}
+_BACKENDS: dict[str, Backend] = {_CPU.name: _CPU, _REFERENCE.name: _REFERENCE}
 _changes = 0
 
 
@@ -128,7 +196,7 @@ def register_backend(backend: Backend) -> None:
 
 
 def unregister_backend(name: str) -> None:
-    if name == _REFERENCE.name or name not in _BACKENDS:
+    if name in (_REFERENCE.name, _CPU.name) or name not in _BACKENDS:
         raise ValueError(f"{name!r} is not a backend that was registered")
     _replace_registry({n: b for n, b in _BACKENDS.items() if n != name})
 
@@ -139,7 +207,7 @@ def _replace_registry(registry: dict[str, Backend]) -> None:
 
 
 def registry_age() -> int:
-    """Counts changes of the registry; what was chosen before one may no longer hold."""
+    """Counts changes of the registry and of what was measured; older choices may not hold."""
     return _changes
 
 
@@ -153,11 +221,37 @@ def get_backend(name: str) -> Backend:
 
 
 # Read once: a compiled graph then sees a constant, and nothing here changes while we run.
-_HOST = Host(platform.machine(), torch.backends.cpu.get_cpu_capability())
+_HOST = Host(
+    platform.machine(),
+    torch.backends.cpu.get_cpu_capability(),
+    native.available(),
+    native.why_missing(),
+)
+# The same machine with what was measured on it, by instruction set and number of threads.
+_hosts: dict[tuple[str, int], Host] = {}
 
 
 def host() -> Host:
-    return _HOST
+    if torch.compiler.is_compiling() or not _HOST.isas:
+        return _HOST
+    where = (os.environ.get(native.ENV_ISA) or _HOST.isas[0], torch.get_num_threads())
+    found = _hosts.get(where)
+    if found is None:
+        found = _hosts[where] = replace(_HOST, crossover=_crossover_of(*where))
+    return found
+
+
+def _crossover_of(isa: str, threads: int) -> Crossover:
+    measured, _ = cache.read(cache.key_of(isa, threads))
+    return measured or BUILT_IN
+
+
+def set_crossover(crossover: Crossover) -> None:
+    """What was measured holds from now on; choices made before are forgotten."""
+    global _changes
+    where = (crossover.key["isa"], int(crossover.key["threads"]))
+    _hosts[where] = replace(_HOST, crossover=crossover)
+    _changes += 1
 
 
 def choose(host: Host, call: Call, backend: str = AUTO, *, dense_ok: bool = True) -> Choice:
@@ -176,15 +270,20 @@ def choose(host: Host, call: Call, backend: str = AUTO, *, dense_ok: bool = True
     rejected = {name: why for name, why in refusals.items() if why is not None}
     able = [b for name, b in candidates.items() if name not in rejected and name != DENSE]
     dense = dense_ok and DENSE not in rejected
+    estimate = None
     for b in able:
         slower = b.slower(host, call) if dense else None
-        if slower is None:
+        estimate = b.estimate(host, call) if dense and slower is None else estimate
+        if slower is None and (estimate is None or estimate.faster):
             why = "the fastest that can serve this call"
             others = {name: f"slower than {b.name}" for name in candidates if name != b.name}
-            return Choice(b.name, why, {**others, **rejected})
-        rejected[b.name] = slower
+            if estimate is not None:
+                why = f"{why}: {estimate}"
+            return Choice(b.name, why, {**others, **rejected}, estimate=estimate)
+        rejected[b.name] = slower or str(estimate)
     if dense:
-        return Choice(DENSE, "no sparse backend is faster for this call", rejected, True)
+        why = "no sparse backend is faster for this call"
+        return Choice(DENSE, why, rejected, True, estimate)
     raise Unsupported(f"no backend can serve {call}:", rejected, _WAY_OUT)
 
 

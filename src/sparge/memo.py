@@ -16,6 +16,7 @@ from torch import Tensor
 from .autocast import forward_ad_level
 from .backends import ENV, Choice, registry_age
 from .call import Call
+from .native import ENV_ISA
 
 _MOST = 1024
 _known: dict[Hashable, tuple[Call, Choice]] = {}
@@ -34,6 +35,8 @@ def key_of(*tensors: Any, arguments: tuple[Any, ...]) -> Hashable | None:
         *arguments,
         *map(type, arguments),
         os.environ.get(ENV),
+        os.environ.get(ENV_ISA),
+        torch.get_num_threads(),
         registry_age(),
     )
 

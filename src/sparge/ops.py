@@ -16,7 +16,7 @@ from torch import Tensor
 from . import fakes
 from .attend.backward import attend_backward
 from .autocast import without_autocast
-from .backends import choose, host
+from .backends import backends, choose, host
 from .blockplan import BlockPlan, plan_of
 from .call import Call, work_dtype
 from .check import check_boundaries
@@ -59,7 +59,7 @@ _library.define(
 _library.define(
     "attend_backward(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value,"
     " Tensor out, Tensor? attn_mask, Tensor counts, Tensor indices, Tensor allowed,"
-    f" {_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    f" {_CALL}, str backend) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
 )
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? block_mask,"
@@ -235,6 +235,7 @@ def _backward(
     causal_align: str,
     scale: float,
     recipe: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = call_of(query, key, value.shape[3], is_causal, causal_align, scale, recipe)
     tokens = tokens_of(call, attn_mask)
@@ -250,8 +251,12 @@ def _backward(
             "'half' or 'exact'"
         )
     saved = (grad_out, grad_lse, query, key, value, out)
-    with without_autocast(call.device):
-        return attend_backward(*saved, plan, tokens, scale=scale, recipe=precise)
+    # The backend that ran the forward; for dense attention or `auto`, the first that can.
+    asked = [b for b in backends() if b.name == backend] or backends()
+    able = next(b for b in asked if b.refusal(host(), call) is None)
+    gradient = getattr(able.stage("attend"), "attend_backward", attend_backward)
+    with torch.no_grad(), without_autocast(call.device):
+        return gradient(*saved, plan, tokens, scale=scale, recipe=precise)
 
 
 def _attention(
@@ -323,14 +328,15 @@ def _unasked(query: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, attn_mask, counts, indices, allowed, *ctx.facts, _ = inputs
+    query, key, value, attn_mask, counts, indices, allowed, *ctx.facts = inputs
     out, _, pv_skips = output
     ctx.mark_non_differentiable(pv_skips)
     ctx.save_for_backward(query, key, value, out, attn_mask, counts, indices, allowed)
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, attn_mask, _, *ctx.facts, _, _, _ = inputs
+    query, key, value, attn_mask, _, *facts, _, _, backend = inputs
+    ctx.facts = (*facts, backend)
     out, _, *plan = output
     ctx.mark_non_differentiable(*plan)
     ctx.save_for_backward(query, key, value, out, attn_mask, *plan)

@@ -16,7 +16,9 @@ from .attend.dense import attend_dense
 from .autocast import without_autocast
 from .backends import DENSE, DENSE_BACKEND, Backend, Choice, choose, get_backend, host
 from .blockplan import BlockPlan
+from .calibrate import settle
 from .call import Call
+from .crossover import CLEARLY
 from .plan import make_plan
 from .qtensor import Operands
 from .quantize import quantize
@@ -46,23 +48,53 @@ def run_attention(
 ) -> Outcome:
     """The whole journey of one call. The run is returned, not noted: varlen gathers several."""
     tokens = tokens_of(call, attn_mask)
+    choice = settle(call, choice)
     watch = Stopwatch(call, choice, query.device)
     if choice.backend == DENSE:
-        with watch.stage("attend"):
-            out, lse = attend_dense(
-                query, key, value, tokens, scale=call.scale, need_lse=call.return_lse
-            )
-        return Outcome(out, lse, run=_run_dense(watch, tokens))
+        return _run_dense(query, key, value, tokens, call, watch)
     chosen = get_backend(choice.backend)
     with _undisturbed(call.device):
-        with watch.stage("plan"):
-            plan = _plan(query, key, tokens, block_mask, call, chosen)
-        with watch.stage("quantize"):
-            operands = _quantize(query, key, value, call, chosen)
+        if chosen.shares_statistics and block_mask is None:
+            plan, operands = _plan_and_quantize(query, key, value, tokens, call, chosen, watch)
+        else:
+            with watch.stage("plan"):
+                plan = _plan(query, key, tokens, block_mask, call, chosen)
+            with watch.stage("quantize"):
+                operands = _quantize(query, key, value, call, chosen)
+        watch.choice = route_by_plan(plan, call, choice)
+        if watch.choice.backend == DENSE:
+            return _run_dense(query, key, value, tokens, call, watch)
         with watch.stage("attend"):
             done = _attend(operands, plan, tokens, call, chosen)
     run = run_of("attention", watch, plan, done.pv_skips)
     return Outcome(done.out, done.lse, plan, done.pv_skips, run)
+
+
+def route_by_plan(plan: BlockPlan, call: Call, choice: Choice) -> Choice:
+    """The choice again, once the plan says what it keeps: dense attention if that is faster now.
+
+    What came before is paid for, so attention alone is compared.
+    """
+    if choice.estimate is None:
+        return choice
+    costs = host().crossover
+    kept, blocks = int(plan.counts.sum()), plan.indices.numel()
+    dense, ours = costs.predict_dense(call), costs.predict_attend(call, kept / blocks)
+    if ours < CLEARLY * dense:
+        return choice
+    whole = costs.predict_attend(call, int(plan.allowed.sum()) / blocks)
+    why = (
+        f"the plan keeps {plan.density:.0%} of the blocks; dense attention is faster from "
+        f"{CLEARLY * dense / whole:.0%} ({choice.estimate.source})"
+    )
+    others = {name: reason for name, reason in choice.rejected.items() if name != DENSE}
+    return replace(
+        choice,
+        backend=DENSE,
+        reason=why,
+        rejected={choice.backend: why, **others},
+        routed_to_dense=True,
+    )
 
 
 def run_varlen(
@@ -181,7 +213,17 @@ def run_of(
     )
 
 
-def _run_dense(watch: Stopwatch, tokens: TokenMask) -> Run | None:
+def _run_dense(
+    query: Tensor, key: Tensor, value: Tensor, tokens: TokenMask, call: Call, watch: Stopwatch
+) -> Outcome:
+    with watch.stage("attend"):
+        out, lse = attend_dense(
+            query, key, value, tokens, scale=call.scale, need_lse=call.return_lse
+        )
+    return Outcome(out, lse, run=_run_of_dense(watch, tokens))
+
+
+def _run_of_dense(watch: Stopwatch, tokens: TokenMask) -> Run | None:
     if not watch.active:
         return None
     mask = tokens.attn_mask
@@ -252,6 +294,27 @@ def _plan(
         recipe=call.recipe,
         backend=backend,
     )
+
+
+def _plan_and_quantize(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: TokenMask,
+    call: Call,
+    backend: Backend,
+    watch: Stopwatch,
+) -> tuple[BlockPlan, Operands]:
+    """Both from one pass over the tensors."""
+    with watch.stage("quantize"):
+        operands, statistics = backend.stage("quantize").prepare(
+            query, key, value, scale=call.scale, recipe=call.recipe
+        )
+    with watch.stage("plan"):
+        plan = backend.stage("plan").plan_from(
+            operands, statistics, tokens, scale=call.scale, recipe=call.recipe
+        )
+    return plan, operands
 
 
 def _quantize(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: Backend) -> Operands:

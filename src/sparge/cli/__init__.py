@@ -30,7 +30,7 @@ COMMANDS = {
     "demo": "sparse attention on structured inputs: plans, densities and the three errors",
     "doctor": "what this machine has, which backends serve it, and a self-check that runs",
     "explain": "which backend a call would get, and why each other would not",
-    "bench": "seconds of every backend beside torch's dense attention, measured in one run",
+    "bench": "our attention beside torch's and FlexAttention's, stage by stage, in one run",
 }
 PIPE_WIDTH = 132
 """Columns of a table that does not go to a terminal."""

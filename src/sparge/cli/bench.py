@@ -1,30 +1,31 @@
-"""`sparge bench`: every backend beside torch's dense attention, all measured in one run.
+"""`sparge bench`: our attention beside torch's and FlexAttention's, all measured in one run.
 
-Contenders take turns within each round, so that a machine that slows down slows all of them;
-medians over the rounds. A backend that fails the correctness gate gets no numbers printed.
+Contenders take turns within each round; medians over the rounds; rows where we lose are marked.
+A backend that fails the correctness gate gets no numbers printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from .. import native
 from ..backends import backends
 from ..geometry import MAX_HEAD_DIM
-from ..recipe import DEFAULT, KeepAll, Recipe
-from ..report.contender import Contender
-from ..report.gate import check_backends
-from ..report.machine import load_average, load_text, machine, machine_line, versions
-from ..report.measure import dense_fp64, relative_l1, score_elements
-from ..report.tables import Column, Table, error, milliseconds, share, times
-from ..synthetic import MIN_HEAD_DIM, structured_qkv
+from ..report.benchtables import table_of_rows, table_of_targets
+from ..report.cases import Case, cases, estimate, measure_cases
+from ..report.entries import Entry, entries
+from ..report.gate import Check, check_backends, check_sparse, wrong_rows
+from ..report.machine import load_average, machine, machine_line, versions
+from ..report.peak import gemm_peaks, larger
+from ..report.rows import add_shares_of_peak
+from ..report.targets import judge
+from ..synthetic import MIN_HEAD_DIM
 from . import (
     BAD_ANSWER,
     OK,
@@ -39,165 +40,149 @@ from . import (
     wholes,
 )
 
-SDPA = "torch SDPA"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-RECIPES = {"keep all": Recipe(keep=KeepAll()), "default": DEFAULT}
-COLUMNS = (
-    Column("length", "L", "{}".format),
-    Column("head_dim", "D", "{}".format),
-    Column("dtype", "dtype"),
-    Column("contender", "contender"),
-    Column("density", "density", share),
-    Column("error", "error\n(rel. L1)", error),
-    Column("seconds", "ms", milliseconds),
-    Column("spread", "max /\nmin", "{:.2f}".format),
-    Column("plan", "plan\nms", milliseconds),
-    Column("quantize", "quantize\nms", milliseconds),
-    Column("attend", "attend\nms", milliseconds),
-    Column("speed", "speed\nvs SDPA", times),
-    Column("ns_per_score", "ns per\nscore", "{:.3f}".format),
-)
+FORMAT = "sparge.bench/2"
+LENGTHS = [1024, 4096, 8192]
+FULL_LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
+HEAD_DIMS = [64, 128]
+QUIET_SECONDS = 60.0
+"""A run expected to take longer says so, also where no bar can be drawn."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", type=wholes, default=[1024, 2048], help="default: 1024,2048")
-    parser.add_argument("--heads", type=whole, default=4, help="default: %(default)s")
-    parser.add_argument("--head-dims", type=wholes, default=[64], help="default: 64")
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--threads", type=whole, metavar="N", help="default: torch's own choice")
-    parser.add_argument("--repeat", type=whole, default=3, help="rounds; default: %(default)s")
+    add = parser.add_argument
+    add("--lengths", type=wholes, help="default: 1024,4096,8192; with --full from 1024 to 32768")
+    add("--full", action="store_true", help="every length, with 1 and with all threads; hours")
+    add("--heads", type=whole, default=4, help="default: %(default)s")
+    add("--head-dims", type=wholes, default=HEAD_DIMS, help="default: 64,128")
+    add("--causal", action=argparse.BooleanOptionalAction, help="default: both")
+    add("--threads", type=wholes, metavar="N,M", help="default: all; with --full 1 and all")
+    add("--repeat", type=whole, help="rounds; default: from 3 to 25, by the time that one takes")
+    add("--backends", type=words, default=["cpu"], metavar="NAME,…", help="default: cpu")
+    add("--contenders", type=words, default=[], metavar="WORD,…", help="names that contain one")
     add_json(parser)
     add_output(parser)
 
 
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def run(args: argparse.Namespace) -> int:
     check_output(args.output)
-    check_head_dims(args.head_dims)
-    with threads(args.threads):
-        red = [check for check in check_backends() if check.verdict == "failed"]
-        if red:
-            for check in red:
-                print(f"sparge: {check.backend} is wrong: {check.why}", file=sys.stderr)
-            print("sparge: no numbers are printed for wrong results", file=sys.stderr)
-            return BAD_ANSWER
-        document = measure(args)
+    check_arguments(args)
+    taking_part = entries(args.backends, args.contenders)
+    checks = [*check_backends(), *check_sparse(args.backends)]
+    red = [check for check in checks if check.verdict == "failed"]
+    if red:
+        return refuse([f"{check.backend} is wrong: {check.why}" for check in red])
+    document = measure(args, taking_part, checks)
+    if wrong := wrong_rows(document["rows"]):
+        return refuse(wrong)
     deliver(document, args, lambda: show(document))
     return OK
 
 
-def check_head_dims(dims: list[int]) -> None:
+def check_arguments(args: argparse.Namespace) -> None:
     """The last of many cases must not fail after minutes of the others."""
-    for dim in dims:
+    for dim in args.head_dims:
         if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
             raise ValueError(
                 f"--head-dims must be from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {dim}"
             )
+    there = [backend.name for backend in backends()]
+    for name in args.backends:
+        if name not in there:
+            raise ValueError(f"--backends: there is no {name!r}; there are {', '.join(there)}")
+    if not args.backends:
+        raise ValueError(f"--backends needs a name; there are {', '.join(there)}")
 
 
-@contextmanager
-def threads(n: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(n or before)
-        yield
-    finally:
-        torch.set_num_threads(before)
+def refuse(reasons: list[str]) -> int:
+    for why in reasons:
+        print(f"sparge: {why}", file=sys.stderr)
+    print("sparge: no numbers are printed for wrong results", file=sys.stderr)
+    return BAD_ANSWER
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    load = load_average()
-    cases = [(length, dim) for length in args.lengths for dim in args.head_dims]
-    rows: list[dict[str, Any]] = []
-    refused: dict[str, str] = {}
-    with progress("measuring rounds", len(cases) * (args.repeat + 1)) as step:
-        for length, dim in cases:
-            found = [(c, c.refusal()) for c in contenders(length, dim, args.heads, args.causal)]
-            refused |= {f"{c.name}, {c.dtype}": why for c, why in found if why is not None}
-            able = [c for c, why in found if why is None]
-            race(able, args.repeat, step)
-            rows += rows_of(able)
+def measure(
+    args: argparse.Namespace, taking_part: list[Entry], checks: list[Check]
+) -> dict[str, Any]:
+    load, start = load_average(), time.perf_counter()
+    wanted = cases_of(args)
+    counts = sorted({case.threads for case in wanted})
+    before = gemm_peaks(counts)
+    expected = estimate(wanted, taking_part, heads=args.heads, repeat=args.repeat)
+    say_how_long(sum(expected))
+    # One step of the bar is about a second, so that its own guess of the rest is right too.
+    steps = [max(1, round(seconds)) for seconds in expected]
+    with progress("measuring", sum(steps)) as step:
+        rows = list(
+            measure_cases(
+                wanted,
+                taking_part,
+                heads=args.heads,
+                repeat=args.repeat,
+                reached=pace(steps, step),
+            )
+        )
+    after = gemm_peaks(counts)
+    peaks = {n: larger(before[n], after[n]) for n in counts}
+    add_shares_of_peak(rows, {n: peak["peak"] for n, peak in peaks.items()})
+    there = native.available()
+    isa = native.chosen_isa(there) if there else None
     return {
-        "format": "sparge.bench/1",
+        "format": FORMAT,
         "versions": versions(),
         "machine": machine(),
         "machine_line": machine_line(),
+        "isa": isa,
         "load_average": load,
+        "load_average_after": load_average(),
+        "expected_seconds": sum(expected),
+        "took_seconds": time.perf_counter() - start,
         "heads": args.heads,
-        "causal": args.causal,
-        "repeat": args.repeat,
-        "refused": refused,
+        "threads": counts,
+        "cases": [case.to_dict() for case in wanted],
+        "peaks": {str(n): peak for n, peak in peaks.items()},
+        "gate": [check.to_dict() for check in checks],
         "rows": rows,
+        "targets": judge(rows, isa),
     }
 
 
-def contenders(length: int, dim: int, heads: int, is_causal: bool) -> list[Contender]:
-    query, key, value = structured_qkv(Hq=heads, Hk=heads, L=length, D=dim)
-    found = []
-    for name, dtype in DTYPES.items():
-        inputs = (query.to(dtype), key.to(dtype), value.to(dtype))
-        found.append(Contender(SDPA, name, inputs, is_causal))
-        for backend in backends():
-            for recipe_name, recipe in RECIPES.items():
-                title = f"{backend.name}, {recipe_name}"
-                found.append(Contender(title, name, inputs, is_causal, backend.name, recipe))
-    return found
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    everything = torch.get_num_threads()
+    return cases(
+        args.lengths or (FULL_LENGTHS if args.full else LENGTHS),
+        args.head_dims,
+        [True, False] if args.causal is None else [args.causal],
+        args.threads or (sorted({1, everything}) if args.full else [everything]),
+    )
 
 
-def race(measured: list[Contender], rounds: int, step: Callable[[], None]) -> None:
-    for contender in measured:
-        contender.warm_up()
-    step()
-    for _ in range(rounds):
-        for contender in measured:
-            contender.take_turn()
-        step()
+def say_how_long(seconds: float) -> None:
+    if seconds > QUIET_SECONDS or sys.stderr.isatty():
+        minutes = max(1, round(seconds / 60))
+        about = f"{minutes} min" if minutes < 90 else f"{minutes / 60:.0f} hours"
+        print(f"sparge: this takes about {about}; leave the machine alone", file=sys.stderr)
 
 
-def rows_of(measured: list[Contender]) -> list[dict[str, Any]]:
-    sdpa = {c.dtype: statistics.median(c.seconds) for c in measured if c.backend is None}
-    truth = {
-        c.dtype: dense_fp64(*c.inputs, is_causal=c.is_causal) for c in measured if c.backend is None
-    }
-    return [row_of(c, truth[c.dtype], sdpa[c.dtype]) for c in measured]
+def pace(steps: list[int], step: Callable[[], None]) -> Callable[[int, float], None]:
+    """Moves the bar to where the share done of a case should have brought it."""
+    done = 0
 
+    def reached(i_case: int, share: float) -> None:
+        nonlocal done
+        target = sum(steps[:i_case]) + int(share * steps[i_case])
+        while done < target:
+            step()
+            done += 1
 
-def row_of(contender: Contender, truth: Tensor, sdpa_seconds: float) -> dict[str, Any]:
-    assert contender.out is not None
-    B, Hq, L, D = contender.inputs[0].shape
-    seconds = statistics.median(contender.seconds)
-    run = contender.runs[0] if contender.runs else None
-    row = {
-        "length": L,
-        "head_dim": D,
-        "dtype": contender.dtype,
-        "contender": contender.name,
-        "backend": contender.backend,
-        "recipe": None if contender.recipe is None else contender.recipe.to_dict(),
-        "isa": None if run is None else run.isa,
-        "density": 1.0 if run is None else run.density,
-        "sparsity": 0.0 if run is None else run.sparsity,
-        "error": relative_l1(contender.out, truth),
-        "seconds": seconds,
-        "seconds_each": contender.seconds,
-        "spread": max(contender.seconds) / min(contender.seconds),
-        "speed": sdpa_seconds / seconds,
-        "ns_per_score": seconds * 1e9 / score_elements(B, Hq, L, is_causal=contender.is_causal),
-    }
-    for stage in run.seconds if run is not None else ():
-        if stage != "total":
-            row[stage] = statistics.median(each.seconds[stage] for each in contender.runs)
-    return row
+    return reached
 
 
 def show(document: dict[str, Any]) -> None:
-    kind = "causal" if document["causal"] else "full"
-    notes = [
-        f"machine: {document['machine_line']}",
-        f"rounds: {document['repeat']}, contenders in turn, medians. speed: SDPA's time of the "
-        "same dtype / this time, below 1 is a loss. error: against dense fp64 of the same inputs.",
-        "ns per score: time / query-key pairs of dense attention. max / min: of the rounds; far "
-        f"from 1, other work disturbed them (load average at the start: {load_text(document)}).",
-        *(f"refused: {name}: {why}" for name, why in document["refused"].items()),
-    ]
-    title = f"{kind} attention, {document['heads']} heads, structured inputs"
-    show_table(console(), Table(title, COLUMNS, document["rows"], notes))
+    screen = console()
+    show_table(screen, table_of_rows(document))
+    screen.print()
+    show_table(screen, table_of_targets(document))

@@ -10,7 +10,9 @@ import torch
 from ..backends import AUTO, DENSE, ENV, Choice, backends, choose, host
 from ..call import Call
 from ..errors import Unsupported
+from ..native import ENV_ISA
 from ..recipe import DEFAULT
+from ..report import crossing
 from ..report.gate import LENGTH, check_backends
 from ..report.machine import devices, environment, machine, versions
 from ..report.tables import Column, Table, error
@@ -33,10 +35,17 @@ CHECK_COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure anew where dense attention is faster, and keep that in the cache directory",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    # Before the checks, whose calls may be the first that measure.
+    crossover = crossing.calibrate() if args.calibrate else crossing.crossing()
     checks = [check.to_dict() for device in devices() for check in check_backends(device)]
     passed = all(check["verdict"] != "failed" for check in checks)
     document = {
@@ -44,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         "versions": versions(),
         "machine": machine(),
         "environment": environment(),
+        "native": crossing.instruction_sets(),
+        "crossover": crossover,
         "backends": [judge_backends(sample_call(device)) for device in devices()],
         "self_check": {"passed": passed, "checks": checks},
     }
@@ -117,12 +128,17 @@ def show(document: dict[str, Any]) -> None:
         "cores, torch threads": f"{facts['cores']}, {facts['threads']}",
         "torch CPU capability": facts["cpu_capability"],
         "instruction sets": "not told by this system" if sets is None else _yes_or_no(sets),
+        "native core": _native(document["native"]),
+        **crossing.lines_of(document["crossover"]),
         "accelerators": ", ".join(facts["accelerators"]) or "none that torch sees",
         "environment": " ".join(f"{k}={v}" for k, v in document["environment"].items())
         or f"no SPARGE_ variable set ({ENV} forces a backend)",
     }
     for name, text in lines.items():
         screen.print(f"{name:22}{text}", soft_wrap=True)
+    if rows := document["crossover"].get("rows"):
+        title = "\nWhere dense attention is faster: from this density, on long sequences"
+        show_table(screen, Table(title, crossing.COLUMNS, rows))
     for judged in document["backends"]:
         title = f"\nBackends, for the call {judged['call']}, default recipe"
         show_table(screen, Table(title, BACKEND_COLUMNS, judged["rows"]))
@@ -130,6 +146,13 @@ def show(document: dict[str, Any]) -> None:
     title = f"Self-check: all blocks, {LENGTH} tokens, against torch's dense fp64"
     show_table(screen, Table(title, CHECK_COLUMNS, check["checks"]))
     screen.print("self-check passed" if check["passed"] else "self-check FAILED")
+
+
+def _native(sets: dict[str, Any]) -> str:
+    if not sets["available"]:
+        return "not there"
+    forced = f"forced by {ENV_ISA}" if sets["forced"] else f"{ENV_ISA} forces one"
+    return f"has {', '.join(sets['available'])}; runs {sets['runs']} ({forced})"
 
 
 def _yes_or_no(sets: dict[str, bool]) -> str:

@@ -5,27 +5,25 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import __version__
+from ..cpuinfo import cpu_name, cpuinfo
 
-CPUINFO = Path("/proc/cpuinfo")
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 NEIGHBOURS = ("numpy", "safetensors", "triton", "transformers", "diffusers")
 
 
 def machine() -> dict[str, Any]:
-    cpuinfo = _cpuinfo()
     return {
         "architecture": platform.machine(),
-        "cpu": cpuinfo.get("model name") or platform.processor() or "unknown",
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "instruction_sets": _instruction_sets(cpuinfo),
+        "instruction_sets": _instruction_sets(cpuinfo()),
         "accelerators": accelerators(),
     }
 
@@ -82,17 +80,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _cpuinfo() -> dict[str, str]:
-    """The first core's lines; empty where the system has no such file."""
-    try:
-        first = CPUINFO.read_text().split("\n\n")[0]
-    except OSError:
-        return {}
-    lines = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in lines}
-
-
-def _instruction_sets(cpuinfo: dict[str, str]) -> dict[str, bool] | None:
+def _instruction_sets(facts: dict[str, str]) -> dict[str, bool] | None:
     """None where the system does not tell."""
-    flags = cpuinfo.get("flags") or cpuinfo.get("Features")
+    flags = facts.get("flags") or facts.get("Features")
     return None if flags is None else {name: name in flags.split() for name in INSTRUCTION_SETS}

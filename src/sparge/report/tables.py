@@ -59,6 +59,14 @@ def times(value: float) -> str:
     return f"{value:.2f}x" if value >= 0.1 else f"{value:.3f}x"
 
 
+def percent(value: float) -> str:
+    return f"{value:.0%}" if abs(value) >= 0.1 else f"{value:.1%}"
+
+
+def three_digits(value: float) -> str:
+    return f"{value:.{max(0, 2 - max(-1, math.floor(math.log10(value))))}f}" if value > 0 else "0"
+
+
 def to_json(data: Any) -> str:
     return json.dumps(_finite(data), indent=2, allow_nan=False)
 

@@ -1,0 +1,171 @@
+// The words of AVX-512 (F, BW, DQ, VL, VNNI; BF16 where the compiler is told so): 16 lanes are
+// one register.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "../args.h"
+#include "scalar.h"
+#include "x86.h"
+
+namespace sparge {
+namespace {
+
+struct F16 {
+  __m512 v;
+};
+struct I16 {
+  __m512i v;
+};
+using Lanes = uint32_t;  // one bit per lane
+
+#ifdef __AVX512BF16__
+constexpr bool kHasPairs = true;
+constexpr const char* kName = "avx512";
+#else
+constexpr bool kHasPairs = false;
+constexpr const char* kName = "avx512-vnni";
+#endif
+constexpr int kRowsAtOnce = 16;  // of A in registers
+constexpr bool kHasBytes = true;
+
+inline F16 zero() { return {_mm512_setzero_ps()}; }
+inline I16 izero() { return {_mm512_setzero_si512()}; }
+inline F16 all(float x) { return {_mm512_set1_ps(x)}; }
+inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
+inline I16 iload(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void istore(int32_t* p, I16 a) { _mm512_storeu_si512(p, a.v); }
+inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+// a · b + c
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// The second operand where one is NaN.
+inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
+inline F16 round(F16 a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline F16 sqrt(F16 a) { return {_mm512_sqrt_ps(a.v)}; }
+inline Lanes less(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+inline Lanes at_least(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+inline F16 select(Lanes m, F16 yes, F16 no) {
+  return {_mm512_mask_blend_ps(__mmask16(m), no.v, yes.v)};
+}
+inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+
+// x = whole + f, and p · 2^whole where x is at least -126, else 0. The whole part is floored,
+// because that is what the scaling instruction does with it: x itself will do.
+constexpr bool kSplitFloors = true;
+inline F16 split(F16 x, F16* whole) {
+  *whole = x;
+  return {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+}
+inline F16 raise(F16 p, F16 whole, F16 x) {
+  const __mmask16 normal = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return {_mm512_maskz_scalef_ps(normal, p.v, whole.v)};
+}
+
+inline F16 load_bf16(const void* p) {
+  const __m256i half = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+inline F16 load_f16(const void* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
+}
+inline F16 load_i8(const int8_t* p) {
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b))};
+}
+// Whole numbers in -128 … 127.
+inline void store_i8(int8_t* p, F16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+// bf16 in the upper half of each lane, rounded to nearest even; NaN stays NaN.
+inline __m512i round_bf16(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q),
+                               _mm512_set1_epi32(0x7fc00000));
+}
+inline void store_bf16(void* p, F16 a) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bf16(a.v), 16)));
+}
+inline void store_f16(void* p, F16 a) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// 16 codes as 16-bit numbers.
+inline void widen_i8(const int8_t* p, void* out) {
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  _mm256_storeu_si256(static_cast<__m256i*>(out), _mm256_cvtepi8_epi16(b));
+}
+
+// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers.
+inline I16 pair_bf16(F16 low, F16 high) {
+#ifdef __AVX512BF16__
+  // The instruction gives 16 highs behind 16 lows; one permutation makes them pairs.
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return {_mm512_permutexvar_epi16(order, both)};
+#else
+  return {_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(round_bf16(low.v), 16),
+                                  round_bf16(high.v))};
+#endif
+}
+inline I16 pair_i16(F16 low, F16 high) {
+  return {_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_cvtps_epi32(low.v),
+                                  _mm512_slli_epi32(_mm512_cvtps_epi32(high.v), 16))};
+}
+// Four bytes of a word, whole numbers in 0 … 255.
+inline I16 quad_u8(F16 a, F16 b, F16 c, F16 d) {
+  const __m512i low =
+      _mm512_or_si512(_mm512_cvtps_epi32(a.v), _mm512_slli_epi32(_mm512_cvtps_epi32(b.v), 8));
+  const __m512i high = _mm512_or_si512(_mm512_slli_epi32(_mm512_cvtps_epi32(c.v), 16),
+                                       _mm512_slli_epi32(_mm512_cvtps_epi32(d.v), 24));
+  return {_mm512_or_si512(low, high)};
+}
+
+// 16 rows and 16 steps turned over, packed.
+inline void transpose_panel(const float* in, int64_t in_row, float* out) {
+  transpose(in, in_row, out, 16);
+}
+// 16 words to the panel they belong to.
+inline void store_panels(float* out, int64_t, I16 a) { _mm512_storeu_si512(out, a.v); }
+inline I16 as_words(F16 a) { return {_mm512_castps_si512(a.v)}; }
+
+// acc + word(a) ⊗ b, the word being one number, two of 16 bits, or four of 8 bits.
+inline F16 mad_f32(F16 acc, const char* a, F16 b) {
+  return {_mm512_fmadd_ps(_mm512_set1_ps(*reinterpret_cast<const float*>(a)), b.v, acc.v)};
+}
+inline __m512i word(const char* a) {
+  int32_t w;
+  std::memcpy(&w, a, 4);
+  return _mm512_set1_epi32(w);
+}
+inline I16 mad_i16(I16 acc, const char* a, I16 b) {
+  return {_mm512_dpwssd_epi32(acc.v, b.v, word(a))};
+}
+// b holds unsigned bytes, a signed ones.
+inline I16 mad_u8i8(I16 acc, const char* a, I16 b) {
+  return {_mm512_dpbusd_epi32(acc.v, b.v, word(a))};
+}
+#ifdef __AVX512BF16__
+inline F16 mad_bf16(F16 acc, const char* a, I16 b) {
+  return {_mm512_dpbf16_ps(acc.v, (__m512bh)b.v, (__m512bh)word(a))};
+}
+#endif
+
+}  // namespace
+}  // namespace sparge
+
+#include "exp2.h"

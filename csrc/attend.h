@@ -1,0 +1,166 @@
+// Attention of one query block: two schedules of the pieces in walk.h.
+//
+//   in turn      scores → softmax → accumulate, for vector products
+//   interleaved  scores of the next step beside the exponentials of this one and the accumulation
+//   of
+//                the last unit, so that tile unit and vector ports are both busy
+#pragma once
+
+#include "walk.h"
+
+namespace sparge {
+namespace {
+
+template <Product QK, Product PV, int kDegree>
+struct InTurn : Walk<QK, PV, kDegree> {
+  using W = Walk<QK, PV, kDegree>;
+  using Slot = typename W::Slot;
+  using W::acc_of, W::decide, W::exponentiate, W::join, W::k_scales, W::kFast, W::kPSteps;
+  using W::mask_step, W::multiply, W::n_units, W::p_scale, W::scale, W::scales_of, W::slots;
+  using W::sums, W::take_chunk, W::v_scale_of, W::W, W::weights_of, W::width;
+
+  void walk(const int32_t* kept, int n) {
+    for (int i = 0; i < n; ++i) {
+      take_chunk(kept + i, 1);
+      const Slot& slot = slots[0];
+      const float* k_scale = scales_of(slot, k_scales);
+      for (int unit = 0; unit < n_units; ++unit) {
+        const bool attends = mask_step(unit, slot, 0);
+        if (attends) {
+          for (int quarter = 0; quarter < 4; ++quarter) multiply(unit, slot, 0, quarter);
+          for (int quarter = 0; quarter < 4; ++quarter) scale(unit, slot, 0, quarter, k_scale);
+        }
+        // One block at a time: nothing waits under an old shift.
+        if (!decide(unit, 0, attends, [](int) {})) continue;
+        exponentiate(unit, 0, 0, 0, 0, 0, kBlockK);
+        const float* p = weights_of(0, 0, 0);
+        if constexpr (kFast) {
+          product<PV>(slot.value.data, width, p, kPSteps, sums, false);
+          join(unit, sums, p_scale[0][0][0], v_scale_of(slot.i_k), 0, width);
+        } else {
+          product<PV>(slot.value.data, width, p, kPSteps, acc_of(unit), true);
+        }
+      }
+    }
+  }
+};
+
+// A step is one unit and one key block of a chunk.
+template <Product QK, Product PV, int kDegree>
+struct Interleaved : Walk<QK, PV, kDegree> {
+  using W = Walk<QK, PV, kDegree>;
+  using Slot = typename W::Slot;
+  using W::acc_of, W::decide, W::exponentiate, W::join, W::kChunk, W::kFast, W::kPSteps, W::kUnit;
+  using W::mask_step, W::multiply, W::n_slots, W::n_units, W::p_scale, W::scale, W::scales_of;
+  using W::slots, W::sums, W::take_chunk, W::v_scale_of, W::W, W::weights_of, W::width;
+
+  // P of a unit over a chunk, waiting to be multiplied with V.
+  struct Pending {
+    int unit = -1, parity = 0, n = 0;
+    int items_done = 0;
+    int slot[kChunk] = {};
+    const char* v_tile[kChunk] = {};
+    const float* v_scale[kChunk] = {};
+  } pending, open;  // `open` is the unit whose P is being made
+
+  // One item is 32 rows of the accumulator of the pending unit, over all of its blocks.
+  void pending_item(int from, int to) {
+    const int64_t first = int64_t(pending.items_done) * 2 * kLanes;
+    float* c0 = acc_of(pending.unit * kUnit) + first * kLanes;
+    float* c1 = acc_of(pending.unit * kUnit + 1) + first * kLanes;
+    for (int i = from; i < to && i < pending.n; ++i) {
+      const float* p0 = weights_of(pending.parity, pending.slot[i], 0);
+      const float* p1 = weights_of(pending.parity, pending.slot[i], 1);
+      const char* v = pending.v_tile[i] + first * kPSteps * 4;
+      if constexpr (kFast) {
+        tile_bytes(v, p0, p1, sums);
+        const int64_t last = first + 2 * kLanes;
+        for (int u = 0; u < 2; ++u)
+          join(pending.unit * kUnit + u, sums + u * 2 * kLanes * kLanes,
+               p_scale[pending.parity][pending.slot[i]][u], pending.v_scale[i], first, last);
+      } else {
+        tile_accumulate(v, p0, p1, c0, c1, i == 0, i + 1 == pending.n);
+      }
+    }
+    if (to == kChunk && ++pending.items_done == width / (2 * kLanes)) pending.unit = -1;
+  }
+  void finish_pending(int unit) {
+    if (pending.unit == unit)
+      while (pending.unit >= 0) pending_item(0, kChunk);
+    // Blocks of this chunk whose P was made under the old shift.
+    if (open.unit == unit && open.n) {
+      const Pending other = pending;
+      pending = open;
+      while (pending.unit >= 0) pending_item(0, kChunk);
+      pending = other;
+      open.n = 0;
+    }
+  }
+  void walk(const int32_t* kept, int n) {
+    int p_parity = 0;
+    alignas(64) float room[2][kBlockK];
+    for (int from = 0; from < n; from += kChunk) {
+      take_chunk(kept + from, n - from < kChunk ? n - from : kChunk);
+      const int n_steps = n_units * n_slots;
+      bool attends[2];
+      const float* k_scale[2];
+      attends[0] = prepare(0, 0, room, k_scale);
+      for (int quarter = 0; attends[0] && quarter < 4; ++quarter) multiply(0, slots[0], 0, quarter);
+      for (int quarter = 0; attends[0] && quarter < 4; ++quarter)
+        scale(0, slots[0], 0, quarter, k_scale[0]);
+      for (int step = 0; step < n_steps; ++step) {
+        const int unit = step / n_slots, slot = step % n_slots, parity = step & 1;
+        if (slot == 0) open = Pending{}, open.unit = unit, open.parity = p_parity;
+        const unsigned active =
+            decide(unit, parity, attends[parity], [this](int u) { finish_pending(u); });
+        const int ahead = step + 1, other = parity ^ 1;
+        const bool more = ahead < n_steps;
+        if (more) attends[other] = prepare(ahead, other, room, k_scale);
+        const bool scored = more && attends[other];
+        const int next_unit = ahead / n_slots;
+        const Slot& next = slots[more ? ahead % n_slots : 0];
+        for (int part = 0; part < 4; ++part) {
+          if (scored) multiply(next_unit, next, other, part);
+          half_step(active, unit, 0, parity, p_parity, slot, part);
+        }
+        const bool busy = pending.unit >= 0;
+        for (int part = 0; part < 4; ++part) {
+          if (busy) pending_item(part, part == 3 ? kChunk : part + 1);
+          half_step(active, unit, 1, parity, p_parity, slot, part);
+          if (scored) scale(next_unit, next, other, part, k_scale[other]);
+        }
+        if (active) {
+          open.slot[open.n] = slot;
+          open.v_tile[open.n] = slots[slot].v_tile;
+          open.v_scale[open.n++] = v_scale_of(slots[slot].i_k);
+        }
+        if (slot + 1 == n_slots) {
+          while (pending.unit >= 0) pending_item(0, kChunk);
+          if (open.n) {
+            pending = open;
+            p_parity ^= 1;
+          }
+          open = Pending{};
+        }
+      }
+    }
+    while (pending.unit >= 0) pending_item(0, kChunk);
+  }
+  bool prepare(int step, int parity, float room[2][kBlockK], const float** k_scale) {
+    const Slot& slot = slots[step % n_slots];
+    k_scale[parity] = scales_of(slot, room[parity]);
+    return mask_step(step / n_slots, slot, parity);
+  }
+  void half_step(unsigned active, int unit, int u, int parity, int p_parity, int slot, int part) {
+    constexpr int n = kBlockK / 4;
+    if (active >> u & 1)
+      exponentiate(unit, u, parity, p_parity, slot, part * n, part * n + n);
+    else if (active && part == 0)
+      std::memset(weights_of(p_parity, slot, u), 0, size_t(kPSteps) * kLanes * 4);
+    if (active && !(active >> u & 1) && part == 0)
+      std::memset(p_scale[p_parity][slot][u], 0, kLanes * 4);
+  }
+};
+
+}  // namespace
+}  // namespace sparge

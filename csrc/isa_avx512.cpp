@@ -1,0 +1,6 @@
+#include "arch/avx512.h"
+#include "kernels.h"
+
+namespace sparge {
+extern const Kernels kernels_avx512 = table("avx512");
+}

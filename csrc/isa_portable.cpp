@@ -1,0 +1,6 @@
+#include "arch/portable.h"
+#include "kernels.h"
+
+namespace sparge {
+extern const Kernels kernels_portable = table("portable");
+}

@@ -1,0 +1,10 @@
+// The tile walk in plain code: what `amx` does, on any machine. For tests.
+#define SPARGE_TILES
+#define SPARGE_TILES_IN_PLAIN_CODE
+#include "arch/portable.h"
+#include "arch/tiles.h"
+#include "kernels.h"
+
+namespace sparge {
+extern const Kernels kernels_tiles = table("tiles");
+}

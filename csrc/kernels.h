@@ -1,0 +1,80 @@
+// The table of one instruction set. Included last, after the words of its arch.
+#pragma once
+
+#include <type_traits>
+
+#include "attend.h"
+#include "backward.h"
+#include "look.h"
+#include "plan.h"
+#include "statistics.h"
+
+namespace sparge {
+namespace {
+
+template <Product QK, Product PV, int kDegree>
+using Schedule =
+    std::conditional_t<is_tile(QK), Interleaved<QK, PV, kDegree>, InTurn<QK, PV, kDegree>>;
+
+// The walk that a call takes: which products make its scores and its outputs.
+template <class F>
+inline auto with_walk(const AttendArgs& a, F f) {
+  using Int8 = Schedule<kScoresInt8, kOutHalf, 4>;
+  using Fast = Schedule<kScoresInt8, kOutFast, 4>;
+  using Half = Schedule<kScoresHalf, kOutHalf, 4>;
+  using Exact = Schedule<Product::f32, Product::f32, 6>;
+  switch (a.precision) {
+    case Precision::int8:
+      return f(static_cast<Int8*>(nullptr));
+    case Precision::int8_fast:
+      return f(static_cast<Fast*>(nullptr));
+    case Precision::half:
+      return half_in_f32(a) ? f(static_cast<Exact*>(nullptr)) : f(static_cast<Half*>(nullptr));
+    default:
+      return f(static_cast<Exact*>(nullptr));
+  }
+}
+template <class W>
+struct Pointee;
+template <class W>
+struct Pointee<W*> {
+  using type = W;
+};
+
+size_t attend_scratch(const AttendArgs& a) {
+  return with_walk(a,
+                   [&](auto w) { return Pointee<decltype(w)>::type::bytes(a, nullptr, nullptr); });
+}
+void attend(const AttendArgs& a, int64_t task, char* scratch) {
+  with_walk(a, [&](auto w) {
+    typename Pointee<decltype(w)>::type attention(a, task, scratch);
+    const int32_t* kept = a.indices + task * a.shape.n_k();
+    attention.begin();
+    attention.walk(kept, a.counts[task]);
+    attention.finish(kept, a.counts[task]);
+    return 0;
+  });
+}
+size_t plan_scratch(const PlanArgs& a) { return PlanScratch::carve(a, nullptr, nullptr); }
+void plan(const PlanArgs& a, int64_t task, char* scratch) { Planner(a, task, scratch).run(); }
+
+void enter() {
+#ifdef SPARGE_TILES
+  TILE_BEGIN();
+#endif
+}
+void leave() {
+#ifdef SPARGE_TILES
+  TILE_END();
+#endif
+}
+
+constexpr Kernels table(const char* name) {
+  return {
+      name,         enter,          leave,       sum_rows,         statistics,     channels,
+      plan_scratch, plan,           kPlanBlocks, wants_code_sums,  v_tile_bytes,   look_at_block,
+      tile_value,   attend_scratch, attend,      backward_scratch, backward_query, backward_key};
+}
+
+}  // namespace
+}  // namespace sparge

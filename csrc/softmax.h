@@ -1,0 +1,122 @@
+// Online softmax of one row group: 16 queries are 16 lanes, a key block is 64 rows of scores.
+//
+//   s        = scores in base 2, -inf where masked
+//   skip     = the second filter: every row stands pv_skip below its row_max
+//   p        = 2^(s - shift), row_sum += Σ p
+// `shift` follows row_max lazily: P may then exceed 1, which fp32 sums and 16-bit P absorb, and the
+// accumulator is rescaled only when a row rises by more than kLazy.
+#pragma once
+
+#include "mask.h"
+#include "product.h"
+
+namespace sparge {
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLazy = 6.0f;
+
+struct alignas(64) GroupState {
+  float row_max[kLanes];  // true running maximum, -inf before any
+  float shift[kLanes];    // what scores are lowered by; finite, 0 before any maximum
+  float row_sum[kLanes];
+  float q_factor[kLanes];  // softmax_scale · log2(e) · scale of the query's codes
+  uint16_t valid;          // lanes that hold a query
+  uint16_t may;            // lanes that had a pair to attend
+};
+
+// Products become scores, in place; gives the block's maximum of each row.
+template <bool kInteger>
+inline F16 scale_scores(float* s, int from, int to, const float* k_scale, F16 q_factor,
+                        const GroupMask* mask, float bias_factor, F16 block_max) {
+  for (int j = from; j < to; ++j) {
+    F16 x;
+    if constexpr (kInteger) {
+      x = to_float(iload(reinterpret_cast<const int32_t*>(s + j * kLanes))) *
+          (q_factor * all(k_scale[j]));
+    } else {
+      x = load(s + j * kLanes) * q_factor;
+    }
+    if (mask) {
+      if (mask->has_bias) {
+        // A bias as low as the dtype goes is a number, not a mask, and must stay one.
+        x = fma(load(mask->bias + j * kLanes), all(bias_factor), x);
+        x = max(all(-3.4028234663852886e38f), x);
+      }
+      x = select(mask->may[j], x, all(-INFINITY));
+    }
+    store(s + j * kLanes, x);
+    block_max = max(x, block_max);
+  }
+  return block_max;
+}
+
+// True when every row of the group stands pv_skip (base 2 here) below its running maximum.
+inline bool skips(const GroupState& g, F16 block_max, float pv_skip) {
+  if (!(pv_skip < INFINITY)) return false;
+  const Lanes low = at_least((load(g.row_max) - block_max) * all(kLn2), all(pv_skip));
+  return ((low | ~Lanes(g.valid)) & kAllLanes) == kAllLanes;
+}
+
+// Whether the shift must follow the new maximum before this block's exponentials.
+inline bool rises(const GroupState& g, F16 block_max) {
+  const F16 row_max = load(g.row_max), new_max = max(row_max, block_max);
+  const Lanes first = ~less(all(-INFINITY), row_max) & less(all(-INFINITY), new_max);
+  return ((less(load(g.shift) + all(kLazy), new_max) | first) & kAllLanes) != 0;
+}
+
+// Moves the shift to the new maximum; gives what row_sum and acc are multiplied by.
+inline F16 follow(GroupState* g, F16 block_max) {
+  const F16 row_max = load(g->row_max), new_max = max(row_max, block_max);
+  const F16 old_shift = load(g->shift);
+  const F16 shift = select(less(all(-INFINITY), new_max), new_max, zero());
+  // Before any maximum the sums are zero and the factor does not matter, if it is finite.
+  const F16 fade = exp2<6>(min(old_shift - shift, zero()));
+  store(g->shift, shift);
+  store(g->row_sum, load(g->row_sum) * fade);
+  return fade;
+}
+
+// P of key rows from … to, as the words of product P; adds to the row sum. For 8-bit P the
+// exponent is taken below the block's own maximum, so that codes use all of 0 … 255.
+template <Product P, int kDegree>
+inline F16 exponentials(const float* s, int from, int to, F16 shift, float* words, F16 sum) {
+  int32_t* out = reinterpret_cast<int32_t*>(words);
+  if constexpr (P == Product::f32) {
+    for (int j = from; j < to; ++j) {
+      const F16 p = exp2<kDegree>(load(s + j * kLanes) - shift);
+      sum = sum + p;
+      store(words + j * kLanes, p);
+    }
+  } else if constexpr (P == Product::bf16 || P == Product::tile_bf16) {
+    for (int j = from; j < to; j += 2) {
+      const F16 a = exp2<kDegree>(load(s + j * kLanes) - shift);
+      const F16 b = exp2<kDegree>(load(s + (j + 1) * kLanes) - shift);
+      sum = sum + (a + b);
+      istore(out + j / 2 * kLanes, pair_bf16(a, b));
+    }
+  } else {
+    const F16 most = all(255.0f);
+    for (int j = from; j < to; j += 4) {
+      F16 p[4];
+      for (int i = 0; i < 4; ++i) p[i] = exp2<kDegree>(load(s + (j + i) * kLanes) - shift);
+      sum = sum + ((p[0] + p[1]) + (p[2] + p[3]));
+      for (int i = 0; i < 4; ++i) p[i] = min(p[i] * most, most);
+      if constexpr (P == Product::i16) {
+        istore(out + j / 2 * kLanes, pair_i16(p[0], p[1]));
+        istore(out + (j / 2 + 1) * kLanes, pair_i16(p[2], p[3]));
+      } else {
+        istore(out + j / 4 * kLanes, quad_u8(p[0], p[1], p[2], p[3]));
+      }
+    }
+  }
+  return sum;
+}
+
+// acc · fade, [width][16].
+inline void fade_rows(float* acc, int64_t width, F16 fade) {
+  for (int64_t d = 0; d < width; ++d) store(acc + d * kLanes, load(acc + d * kLanes) * fade);
+}
+
+}  // namespace
+}  // namespace sparge

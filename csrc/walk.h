@@ -1,0 +1,315 @@
+// The pieces of attention of one query block over its kept key blocks.
+//
+// The block's 128 queries are 8 row groups of 16 lanes, walked in units: one group, or two where
+// the tile unit multiplies. Key blocks come in chunks: one block, or several where accumulators
+// travel through memory and should do so rarely. attend.h puts the pieces in order.
+#pragma once
+
+#include "operands.h"
+#include "softmax.h"
+#include "tile_product.h"
+
+namespace sparge {
+namespace {
+
+template <Product QK, Product PV, int kDegree>
+struct Walk {
+  static constexpr bool kTile = is_tile(QK);
+  static constexpr int kUnit = kTile ? 2 : 1;
+  static constexpr int kChunk = kTile ? 4 : 1;
+  static constexpr bool kFast = is_integer(PV);  // 8-bit P and V
+  static constexpr int kPSteps = kBlockK / per_word(PV);
+
+  const AttendArgs& a;
+  const Shape& shape;
+  int64_t b, h, h_k, i_q, n_rows, width;
+  int n_groups, n_units, q_steps;
+  bool k_half, v_half;
+  // In the thread's scratch.
+  GroupState* groups;
+  float *queries, *acc, *scores, *weights, *sums;
+  char *k_scratch, *v_scratch;
+  GroupMask* masks;  // [2][kUnit]
+
+  struct Slot {
+    int64_t i_k;
+    Words key, value;
+    const char* v_tile;
+    bool masked;
+  } slots[kChunk];
+  int n_slots = 0;
+  alignas(64) float p_scale[2][kChunk][kUnit][kLanes];
+  alignas(64) float block_max[2][kUnit][kLanes];
+  alignas(64) float k_scales[kBlockK];
+  int32_t skips_counted = 0;
+
+  static size_t bytes(const AttendArgs& args, char* base, Walk* w) {
+    const Shape& s = args.shape;
+    size_t at = 0;
+    auto take = [&](size_t n) {
+      char* p = base + at;
+      at += (n + 63) / 64 * 64;
+      return p;
+    };
+    const size_t width = size_t(round_up(s.Dv, 2 * kLanes));
+    char* part[9];
+    part[0] = take(sizeof(GroupState) * kGroups);
+    part[1] = take(size_t(kGroups) * size_t(steps_of(QK, s.D)) * kLanes * 4);
+    part[2] = take(kGroups * width * kLanes * 4);
+    part[3] = take(size_t(2) * kUnit * kBlockK * kLanes * 4);
+    part[4] = take(size_t(2) * kChunk * kUnit * kPSteps * kLanes * 4);
+    part[5] = take(kFast ? size_t(kUnit) * width * kLanes * 4 : 0);
+    part[6] = take(size_t(kChunk) * 2 * kBlockK * size_t(steps_of(QK, s.D)) * 4);
+    part[7] = take(is_tile(PV) ? 0 : size_t(kChunk) * width * kPSteps * 4);
+    part[8] = take(sizeof(GroupMask) * 2 * kUnit);
+    if (w) {
+      w->groups = reinterpret_cast<GroupState*>(part[0]);
+      w->queries = reinterpret_cast<float*>(part[1]);
+      w->acc = reinterpret_cast<float*>(part[2]);
+      w->scores = reinterpret_cast<float*>(part[3]);
+      w->weights = reinterpret_cast<float*>(part[4]);
+      w->sums = reinterpret_cast<float*>(part[5]);
+      w->k_scratch = part[6];
+      w->v_scratch = part[7];
+      w->masks = reinterpret_cast<GroupMask*>(part[8]);
+    }
+    return at;
+  }
+
+  Walk(const AttendArgs& args, int64_t task, char* scratch) : a(args), shape(args.shape) {
+    i_q = task % shape.n_q();
+    h = task / shape.n_q() % shape.Hq;
+    b = task / shape.n_q() / shape.Hq;
+    h_k = h / shape.group();
+    n_rows = shape.Lq - i_q * kBlockQ < kBlockQ ? shape.Lq - i_q * kBlockQ : kBlockQ;
+    n_groups = int((n_rows + kLanes - 1) / kLanes);
+    n_units = (n_groups + kUnit - 1) / kUnit;
+    width = round_up(shape.Dv, 2 * kLanes);
+    q_steps = steps_of(QK, shape.D);
+    k_half = rounds_to_half(a.precision, a.key.dtype);
+    v_half = rounds_to_half(a.precision, a.value.dtype);
+    bytes(args, scratch, this);
+  }
+
+  int64_t key_head() const { return b * shape.Hk + h_k; }
+  int64_t query_head() const { return b * shape.Hq + h; }
+  float* acc_of(int g) { return acc + int64_t(g) * width * kLanes; }
+  float* scores_of(int parity, int u) { return scores + (parity * kUnit + u) * kBlockK * kLanes; }
+  float* weights_of(int parity, int slot, int u) {
+    return weights + ((parity * kChunk + slot) * kUnit + u) * kPSteps * kLanes;
+  }
+
+  void begin() {
+    const float factor = float(a.softmax_scale * 1.4426950408889634);
+    for (int g = 0; g < n_units * kUnit; ++g) {
+      const char* rows[kLanes];
+      GroupState& state = groups[g];
+      state.valid = state.may = 0;
+      int n = 0;
+      for (int i = 0; i < kLanes; ++i) {
+        const int64_t row = i_q * kBlockQ + g * kLanes + i;
+        state.row_max[i] = -INFINITY;
+        state.shift[i] = state.row_sum[i] = 0.0f;
+        state.q_factor[i] = factor;
+        if (row >= shape.Lq) continue;
+        rows[n++] = a.query.row(b, h, row);
+        state.valid |= uint16_t(1 << i);
+        if (a.q_scale.data) state.q_factor[i] = a.q_scale.of(query_head(), row) * factor;
+      }
+      pack_queries<QK>(a.query, rows, n, shape.D, rounds_to_half(a.precision, a.query.dtype),
+                       queries + int64_t(g) * q_steps * kLanes);
+      std::memset(acc_of(g), 0, size_t(width) * kLanes * 4);
+    }
+  }
+
+  void take_chunk(const int32_t* kept, int n) {
+    n_slots = n;
+    for (int i = 0; i < n; ++i) {
+      Slot& slot = slots[i];
+      slot.i_k = kept[i];
+      const bool tail = (slot.i_k + 1) * kBlockK > shape.Lk;
+      slot.masked = tail || a.tokens.kind(shape, b, h, i_q, slot.i_k) != kOpen;
+      slot.key = key_words<QK>(a.key, shape, b, h_k, slot.i_k, k_half,
+                               k_scratch + int64_t(i) * 2 * kBlockK * q_steps * 4);
+      if constexpr (is_tile(PV))
+        slot.v_tile = a.v_tiles + (key_head() * shape.n_k() + slot.i_k) * a.v_tiles_block;
+      else
+        slot.value = value_words<PV>(a.value, shape, b, h_k, slot.i_k, v_half,
+                                     a.v_factor[key_head()], v_scratch);
+    }
+  }
+
+  const float* scales_of(const Slot& slot, float* room) const {
+    if (!a.k_scale.data) return nullptr;
+    const int64_t first = slot.i_k * kBlockK;
+    const float* scale = a.k_scale.head(key_head());
+    if (a.k_scale.rows_per_scale == 1 && first + kBlockK <= shape.Lk) return scale + first;
+    for (int64_t j = 0; j < kBlockK; ++j) {
+      const int64_t l = first + j < shape.Lk ? first + j : shape.Lk - 1;
+      room[j] = a.k_scale.of(key_head(), l);
+    }
+    return room;
+  }
+
+  // Masks of a step, made before its scores are scaled. False if no row of the unit may attend.
+  bool mask_step(int unit, const Slot& slot, int parity) {
+    if (!slot.masked) {
+      for (int u = 0; u < kUnit; ++u) groups[unit * kUnit + u].may = kAllLanes;
+      return true;
+    }
+    uint16_t any = 0;
+    for (int u = 0; u < kUnit; ++u) {
+      GroupState& g = groups[unit * kUnit + u];
+      int64_t rows[kLanes];
+      int n = 0;
+      for (int i = 0; i < kLanes; ++i)
+        if (g.valid >> i & 1) rows[n++] = i_q * kBlockQ + (unit * kUnit + u) * kLanes + i;
+      mask_group(a.tokens, shape, b, h, rows, n, slot.i_k, &masks[parity * kUnit + u]);
+      g.may |= masks[parity * kUnit + u].any;
+      any |= masks[parity * kUnit + u].any;
+    }
+    return any != 0;
+  }
+
+  // Products of 16 keys with a unit's queries.
+  void multiply(int unit, const Slot& slot, int parity, int quarter) {
+    const float* q = queries + int64_t(unit) * kUnit * q_steps * kLanes;
+    if constexpr (kTile) {
+      tile_scores<QK>(slot.key, quarter, q, q_steps, scores_of(parity, 0), scores_of(parity, 1));
+    } else {
+      const char* key = slot.key.data + int64_t(quarter) * 16 * q_steps * 4;
+      float* c = scores_of(parity, 0) + quarter * 16 * kLanes;
+      if constexpr (QK == Product::u8i8) {
+        const int32_t* sums = a.code_sums + key_head() * shape.Lk;
+        for (int j = 0; j < 16; ++j) {
+          const int64_t l = slot.i_k * kBlockK + quarter * 16 + j;
+          const int32_t offset = l < shape.Lk ? -128 * sums[l] : 0;
+          for (int i = 0; i < kLanes; ++i) std::memcpy(c + j * kLanes + i, &offset, 4);
+        }
+      }
+      product<QK>(key, 16, q, q_steps, c, QK == Product::u8i8);
+    }
+  }
+
+  // Products become scores; the maximum is gathered in block_max.
+  void scale(int unit, const Slot& slot, int parity, int quarter, const float* k_scale) {
+    for (int u = 0; u < kUnit; ++u) {
+      const F16 before = quarter ? load(block_max[parity][u]) : all(-INFINITY);
+      const GroupMask* mask = slot.masked ? &masks[parity * kUnit + u] : nullptr;
+      const F16 most = scale_scores<is_integer(QK)>(
+          scores_of(parity, u), quarter * 16, quarter * 16 + 16, k_scale,
+          load(groups[unit * kUnit + u].q_factor), mask, kLog2e, before);
+      store(block_max[parity][u], most);
+    }
+  }
+
+  // The second filter, and the shift where a maximum rose. Gives the groups that go on, as bits.
+  // `before_rise(unit)` finishes what was made under the old shift.
+  template <class F>
+  unsigned decide(int unit, int parity, bool attends, F before_rise) {
+    const float pv_skip = a.pv_skip ? a.pv_skip[h] : INFINITY;
+    unsigned active = 0;
+    for (int u = 0; u < kUnit; ++u) {
+      const int i = unit * kUnit + u;
+      if (i >= n_groups) continue;
+      GroupState& g = groups[i];
+      const F16 most = attends ? load(block_max[parity][u]) : all(-INFINITY);
+      if (skips(g, most, pv_skip)) {
+        ++skips_counted;
+      } else if (attends) {
+        active |= 1u << u;
+        if (rises(g, most)) {
+          before_rise(unit);
+          fade_rows(acc_of(i), width, follow(&g, most));
+        }
+      }
+      store(g.row_max, max(load(g.row_max), most));
+    }
+    return active;
+  }
+
+  // Exponentials of one group and a range of keys into the words of P.
+  void exponentiate(int unit, int u, int parity, int p_parity, int slot, int from, int to) {
+    GroupState& g = groups[unit * kUnit + u];
+    F16 shift = load(g.shift);
+    F16 sum = kFast && from == 0 ? zero()
+              : kFast            ? load(p_scale[p_parity][slot][u])
+                                 : load(g.row_sum);
+    if constexpr (kFast) {
+      const F16 most = load(block_max[parity][u]);
+      shift = select(less(all(-INFINITY), most), most, zero());
+    }
+    sum = exponentials<PV, kDegree>(scores_of(parity, u), from, to, shift,
+                                    weights_of(p_parity, slot, u), sum);
+    if constexpr (kFast) {
+      store(p_scale[p_parity][slot][u], sum);
+      if (to < kBlockK) return;
+      // What a code is worth beside the other blocks of its row.
+      const F16 most = load(block_max[parity][u]);
+      const Lanes some = less(all(-INFINITY), most);
+      const F16 weight = select(some, exp2<6>(shift - load(g.shift)), zero());
+      store(g.row_sum, fma(sum, weight, load(g.row_sum)));
+      store(p_scale[p_parity][slot][u], weight * all(1.0f / 255.0f));
+    } else {
+      store(g.row_sum, sum);
+    }
+  }
+
+  // 8-bit sums of one block join the accumulator.
+  void join(int g, const float* c, const float* p_weight, const float* v_scale, int64_t from,
+            int64_t to) {
+    const F16 weight = load(p_weight);
+    const float factor = a.v_factor[key_head()];
+    float* rows = acc_of(g);
+    const int32_t* sum = reinterpret_cast<const int32_t*>(c);
+    for (int64_t d = from; d < to && d < shape.Dv; ++d)
+      store(rows + d * kLanes, fma(to_float(iload(sum + (d - from) * kLanes)),
+                                   weight * all(v_scale[d] * factor), load(rows + d * kLanes)));
+  }
+  const float* v_scale_of(int64_t i_k) const {
+    return kFast ? a.v_scale + (key_head() * shape.n_k() + i_k) * shape.Dv : nullptr;
+  }
+
+  void finish(const int32_t* kept, int n) {
+    bool finite = true;
+    for (int i = 0; i < n; ++i) finite &= a.finite[key_head() * shape.n_k() + kept[i]] != 0;
+    const float bound = a.largest[key_head()], back = 1.0f / a.v_factor[key_head()];
+    alignas(64) float rows[kLanes * kMaxDim];
+    const int64_t out_bytes = shape.Dv * bytes_of(a.out_dtype);
+    for (int g = 0; g < n_groups; ++g) {
+      GroupState& state = groups[g];
+      const F16 row_sum = load(state.row_sum), row_max = load(state.row_max);
+      const Lanes some = less(all(-INFINITY), row_max) | ~at_least(row_max, row_max);
+      F16 inverse = select(some, all(1.0f) / row_sum, zero());
+      Lanes broken = finite ? 0 : kAllLanes;
+      broken |= ~less(abs(load(state.q_factor)), all(INFINITY));
+      broken |= Lanes(~some & state.may);
+      inverse = select(broken, all(NAN), inverse);
+      float* o = acc_of(g);
+      for (int64_t d = 0; d < width; ++d) {
+        const F16 x = load(o + d * kLanes) * inverse * all(back);
+        // An average exceeds none of its values, however it was rounded; NaN passes.
+        store(o + d * kLanes, max(all(-bound), min(all(bound), x)));
+      }
+      for (int64_t d = 0; d < shape.Dv; d += kLanes)
+        transpose(o + d * kLanes, kLanes, rows + d, kMaxDim);
+      const int64_t first = i_q * kBlockQ + g * kLanes;
+      for (int i = 0; i < kLanes && first + i < shape.Lq; ++i) {
+        const int64_t row = query_head() * shape.Lq + first + i;
+        write_row(a.out + row * out_bytes, a.out_dtype, shape.Dv, rows + i * kMaxDim);
+        float lse = -INFINITY;
+        if (broken >> i & 1)
+          lse = NAN;
+        else if (some >> i & 1) {
+          lse = (state.shift[i] + std::log2(state.row_sum[i])) * kLn2;
+          if (a.lse_shift) lse += a.lse_shift[row];
+        }
+        a.lse[row] = lse;
+      }
+    }
+    a.pv_skips[query_head() * shape.n_q() + i_q] = skips_counted;
+  }
+};
+
+}  // namespace
+}  // namespace sparge

@@ -1,0 +1,122 @@
+"""What was measured on this machine, in the user's cache directory.
+
+No call ever fails because of a file here: one that cannot be read counts as none, one that cannot
+be written is kept in memory, and `sparge doctor` says what was the matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from .cpuinfo import cpu_name
+from .crossover import Cost, Crossover, names
+from .files import replace_file
+
+ENV_CACHE = "SPARGE_CACHE"
+FILE_FORMAT = "sparge.crossover/1"
+
+
+def directory() -> Path:
+    """`SPARGE_CACHE`, or where this system keeps what can be made again."""
+    if own := os.environ.get(ENV_CACHE):
+        return Path(own)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "sparge"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "sparge"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparge"
+
+
+def key_of(isa: str, threads: int) -> dict[str, str]:
+    """What a measurement depends on; with another key it is another measurement."""
+    return {
+        "cpu": cpu_name(),
+        "isa": isa,
+        "threads": str(threads),
+        "torch": torch.__version__,
+        "sparge": _version(),
+        # A library that was built anew may be faster, whatever its version says.
+        "library": native_build(),
+    }
+
+
+def path_of(key: Mapping[str, str]) -> Path:
+    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:12]
+    return directory() / f"crossover-{digest}.json"
+
+
+def read(key: Mapping[str, str]) -> tuple[Crossover | None, str]:
+    """The measurement of a key and "", or None and why there is none."""
+    try:
+        path = path_of(key)
+        return _parse(path.read_text(encoding="utf-8"), key), ""
+    except FileNotFoundError:
+        return None, "nothing was measured yet"
+    except (OSError, RuntimeError) as error:  # pathlib raises the latter without a home
+        return None, f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return None, f"it is damaged and will be measured again: {error}"
+
+
+def write(crossover: Crossover) -> str:
+    """ "" once it is in its file, or why it is not."""
+    try:
+        path = path_of(crossover.key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, f"{json.dumps(to_dict(crossover), indent=1)}\n".encode())
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        return f"it cannot be written and is kept in memory: {why}"
+    return ""
+
+
+def to_dict(crossover: Crossover) -> dict[str, object]:
+    return {
+        "format": FILE_FORMAT,
+        "key": dict(crossover.key),
+        "date": crossover.date,
+        "took": crossover.took,
+        "noise": crossover.noise,
+        "costs": {name: asdict(cost) for name, cost in crossover.costs.items()},
+    }
+
+
+def _parse(text: str, key: Mapping[str, str]) -> Crossover:
+    data = json.loads(text)
+    if data["format"] != FILE_FORMAT:
+        raise ValueError(f"its format is {data['format']!r}, needed is {FILE_FORMAT!r}")
+    if data["key"] != dict(key):
+        raise ValueError("it was measured for another key")
+    costs = {name: Cost(**data["costs"][name]) for name in names()}
+    for name, cost in costs.items():
+        for number in (cost.call, cost.token, cost.element):
+            if isinstance(number, bool) or not 0 <= number < math.inf:
+                raise ValueError(f"{name} must be seconds, got {number!r}")
+    took, noise = float(data["took"]), float(data["noise"])
+    return Crossover(costs, dict(key), str(data["date"]), took, noise, measured=True)
+
+
+def native_build() -> str:
+    """Size and time of the library's file; "" where there is none."""
+    try:
+        facts = (Path(__file__).parent / "_cpu.so").stat()
+    except OSError:
+        return ""
+    return f"{facts.st_size}-{facts.st_mtime_ns}"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("sparge")
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,214 @@
+"""NOUN what dense attention and ours cost on a machine, and so which of them a call is faster with.
+
+    dense:  call + element · pairs that torch computes
+    ours:   call + token · rows of Q, K and V + element · (pairs sampled by the plan + pairs kept)
+
+Seconds, for each dtype, head dim 64 and 128, and way of computing; measured by calibrate.py, kept
+by cache.py, and estimated here for as long as nothing was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .call import Call
+from .geometry import BLOCK_K, BLOCK_Q, diagonal_offset
+from .recipe import PRECISIONS, KeepAll, KeepFraction, Recipe, heads_of
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+HEAD_DIMS = (64, 128)
+DENSE, DENSE_LSE = "dense", "dense+lse"
+WAYS = (DENSE, DENSE_LSE, *PRECISIONS)
+CLEARLY = 0.97
+"""Ours is taken where its predicted time is below this share of dense attention's."""
+MASS_DENSITY = 0.6
+"""What `KeepMass` is expected to keep of a long row before there is a plan. Long prompts and videos
+mostly keep less; where a plan keeps more, the call is routed again by the plan itself."""
+FEW_BLOCKS = 8
+"""A row of so few blocks keeps nearly all of them under `KeepMass`: each holds some of the mass."""
+
+MASKED = 1.5
+"""A mask of the caller's makes our pairs this much dearer than dense attention's, where it has a
+number for each pair (measured at 1.5, fp32 and bf16, AVX2). One that hides whole keys costs less;
+its size is not known here, and never slower comes first."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds for a call, for a row of Q, K or V, and for a query-key pair."""
+
+    call: float
+    token: float
+    element: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a call is predicted to take in ours and in dense attention."""
+
+    seconds: float
+    dense_seconds: float
+    density: float
+    measured: bool
+
+    @property
+    def faster(self) -> bool:
+        return self.seconds < CLEARLY * self.dense_seconds
+
+    @property
+    def source(self) -> str:
+        return source(self.measured)
+
+    def __str__(self) -> str:
+        return (
+            f"predicted {self.seconds * 1e3:.2f} ms at density {self.density:.2f}, dense attention "
+            f"{self.dense_seconds * 1e3:.2f} ms ({self.source})"
+        )
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """costs: by `name_of(dtype, D, way)`; key: what they hold for. Of measuring: date, seconds it
+    took, and noise, the median time of a turn over the fastest; 1 on a machine that is left alone.
+    """
+
+    costs: Mapping[str, Cost]
+    key: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+    took: float = 0.0
+    noise: float = 1.0
+    measured: bool = False
+
+    def predict_dense(self, call: Call) -> float:
+        cost = self._cost(DENSE_LSE if call.return_lse else DENSE, call)
+        offset = diagonal_offset(call.Lq, call.Lk, call.causal_align)
+        # attend/dense.py: only a plain diagonal is one that torch skips the upper half of.
+        skips = call.is_causal and not (call.return_lse or call.has_mask or offset)
+        pairs = allowed_pairs(call) if skips else call.Lq * call.Lk
+        return cost.call + cost.element * call.B * call.Hq * pairs
+
+    def predict_prepare(self, call: Call) -> float:
+        """All that comes before our attention: statistics, codes, prediction and selection."""
+        cost = self._cost(call.recipe.precision, call)
+        tokens = call.B * (call.Hq * call.Lq + 2 * call.Hk * call.Lk)
+        pairs = call.B * call.Hq * block_pairs(call) * _sampled_share(call.recipe)
+        return cost.call + cost.token * tokens + cost.element * pairs
+
+    def predict_attend(self, call: Call, kept_share: float) -> float:
+        """Our attention alone; `kept_share` of all blocks, those never allowed included."""
+        pairs = call.B * call.Hq * call.Lq * call.Lk * kept_share
+        dearer = MASKED if call.has_mask else 1.0
+        return self._cost(call.recipe.precision, call).element * pairs * dearer
+
+    def predict_sparse(self, call: Call, density: float) -> float:
+        return self.predict_prepare(call) + self.predict_attend(
+            call, density * block_pairs(call) / (call.Lq * call.Lk)
+        )
+
+    def estimate(self, call: Call) -> Estimate:
+        """Before there is a plan."""
+        density = expected_density(call)
+        ours, dense = self.predict_sparse(call, density), self.predict_dense(call)
+        return Estimate(ours, dense, density, self.measured)
+
+    def _cost(self, way: str, call: Call) -> Cost:
+        """Linear in the head dim, and never less than half of what 64 cost: softmax remains."""
+        low, high = (self.costs[name_of(DTYPES[call.dtype], D, way)] for D in HEAD_DIMS)
+        along = ((call.D + call.Dv) / 2 - HEAD_DIMS[0]) / (HEAD_DIMS[1] - HEAD_DIMS[0])
+
+        def between(a: float, b: float) -> float:
+            return max(a + (b - a) * along, a / 2)
+
+        return Cost(
+            between(low.call, high.call),
+            between(low.token, high.token),
+            between(low.element, high.element),
+        )
+
+
+def name_of(dtype: str, D: int, way: str) -> str:
+    return f"{dtype}/{D}/{way}"
+
+
+def names() -> list[str]:
+    """Every cost that a crossover has."""
+    return [name_of(dtype, D, way) for dtype in DTYPES.values() for D in HEAD_DIMS for way in WAYS]
+
+
+def source(measured: bool) -> str:
+    return "measured on this machine" if measured else "by the built-in estimate"
+
+
+def allowed_pairs(call: Call) -> int:
+    """Query-key pairs on or below the diagonal of one head, or all."""
+    if not call.is_causal:
+        return call.Lq * call.Lk
+    offset = diagonal_offset(call.Lq, call.Lk, call.causal_align)
+
+    def of_first(rows: int) -> int:
+        """1 + 2 + … + rows, none more than Lk."""
+        growing = min(max(rows, 0), call.Lk)
+        return growing * (growing + 1) // 2 + (max(rows, 0) - growing) * call.Lk
+
+    return of_first(call.Lq + offset) - of_first(offset)
+
+
+def block_pairs(call: Call) -> int:
+    """Pairs in the blocks that one head may attend: ours computes those of the diagonal whole."""
+    if not call.is_causal:
+        return call.Lq * call.Lk
+    return min(allowed_pairs(call) + call.Lq * (BLOCK_Q // 2), call.Lq * call.Lk)
+
+
+def expected_density(call: Call) -> float:
+    """Kept blocks / allowed blocks, before there is a plan."""
+    keep = call.recipe.keep
+    if isinstance(keep, KeepAll):
+        return 1.0
+    if isinstance(keep, KeepFraction):
+        return _mean(heads_of(keep.fraction, call.Hq, none=1.0))
+    row_blocks = block_pairs(call) / (call.Lq * BLOCK_K)
+    few = min(1.0, FEW_BLOCKS / max(row_blocks, 1.0))
+    return _mean(_of_mass(mass, few) for mass in heads_of(keep.mass, call.Hq, none=1.0))
+
+
+def _of_mass(mass: float, few: float) -> float:
+    """No more of the blocks than of the mass are needed, as the heaviest come first."""
+    return min(mass, few + (1 - few) * MASS_DENSITY) if mass < 1 else 1.0
+
+
+def _sampled_share(recipe: Recipe) -> float:
+    """Rows that are scored exactly to predict, of each query block; about as dear as kept ones."""
+    if isinstance(recipe.keep, KeepAll) or recipe.predictor == "mean":
+        return 0.0
+    return min(recipe.sample_rows, BLOCK_Q) / BLOCK_Q
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    each = list(numbers)
+    return sum(each) / len(each)
+
+
+def _built_in() -> Crossover:
+    """Nanoseconds of one thread with AVX2 at head dim 64, twice that at 128. Only ratios matter,
+    and ours are a quarter dearer than measured there: a machine not known yet is not gambled on."""
+    ours = {"int8": 4.0, "int8-fast": 3.8, "half": 5.0, "exact": 5.0}
+    elements = {DENSE: 4.0, DENSE_LSE: 12.0, **ours}
+    tokens, calls = dict.fromkeys(ours, 150.0), dict.fromkeys(ours, 500_000.0)
+    costs = {
+        name_of(dtype, D, way): Cost(
+            calls.get(way, 20_000.0) * 1e-9,
+            tokens.get(way, 0.0) * 1e-9 * D / HEAD_DIMS[0],
+            elements[way] * 1e-9 * D / HEAD_DIMS[0],
+        )
+        for dtype in DTYPES.values()
+        for D in HEAD_DIMS
+        for way in WAYS
+    }
+    return Crossover(costs)
+
+
+BUILT_IN = _built_in()

@@ -1,0 +1,69 @@
+"""The native library: whether it is there, and which instruction set runs.
+
+`SPARGE_ISA` forces one by name. `tiles` is what `amx` does, in plain code: it lets the tile walk
+be tested on any machine, and is never chosen by itself. `SPARGE_LIBRARY` names another build of
+the library, such as the one of `make sanitize`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+ENV_ISA = "SPARGE_ISA"
+ENV_LIBRARY = "SPARGE_LIBRARY"
+# As csrc/isa.cpp numbers them, best first.
+ISAS = ("amx", "avx512", "avx2", "portable", "tiles")
+FOR_TESTS = ("tiles",)
+
+
+@lru_cache(maxsize=1)
+def _found() -> tuple[Any, str | None]:
+    """`(ops, None)`, or `(None, why there are none)`."""
+    spec = importlib.util.find_spec("sparge._cpu")
+    path = os.environ.get(ENV_LIBRARY) or (spec and spec.origin)
+    if not path:
+        return None, "the native library was not built for this platform"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return None, f"the native library does not load: {error}"
+    return torch.ops.sparge_cpu, None
+
+
+def why_missing() -> str | None:
+    return _found()[1]
+
+
+def ops() -> Any:
+    """`torch.ops.sparge_cpu`; only where `why_missing()` is None."""
+    return _found()[0]
+
+
+@lru_cache(maxsize=1)
+def available() -> tuple[str, ...]:
+    """Instruction sets of this machine, best first, with those for tests last."""
+    if why_missing() is not None:
+        return ()
+    bits = int(ops().available_isas())
+    return tuple(name for i, name in enumerate(ISAS) if bits >> i & 1)
+
+
+def chosen_isa(there: tuple[str, ...]) -> str:
+    """The instruction set that runs: the one asked for by name, or the best of those there."""
+    asked = os.environ.get(ENV_ISA)
+    if not asked:
+        return there[0]
+    if asked in there:
+        return asked
+    names = ", ".join(name for name in there if name not in FOR_TESTS)
+    why = "this machine does not have it" if asked in ISAS else "no instruction set has that name"
+    raise ValueError(f"{ENV_ISA}={asked}: {why}; here are {names}")
+
+
+def isa_number() -> int:
+    return ISAS.index(chosen_isa(available()))

@@ -1,0 +1,307 @@
+"""Measuring the crossover, and keeping it in the user's cache directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparge
+from calls import only, tensors
+from cli_runs import complaint, run_json, run_text
+from sparge import KeepFraction, Recipe, backends, cache, calibrate, native
+from sparge.crossover import BUILT_IN, names
+
+KEY = {"cpu": "Fast", "isa": "avx2", "threads": "1"}
+MEASURED = replace(BUILT_IN, key=KEY, date="2026-01-01", took=1.5, noise=1.1, measured=True)
+RECIPE = Recipe(KeepFraction(0.5))
+
+
+# --- the file ---------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read():
+    assert cache.read(KEY) == (None, "nothing was measured yet")
+    assert cache.write(MEASURED) == ""
+    assert cache.read(KEY) == (MEASURED, "")
+    assert cache.path_of(KEY).parent == Path(os.environ["SPARGE_CACHE"])
+    assert json.loads(cache.path_of(KEY).read_text())["format"] == "sparge.crossover/1"
+    assert os.listdir(cache.directory()) == [cache.path_of(KEY).name]
+    assert cache.read({**KEY, "threads": "2"})[0] is None
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda text: text[:100], "damaged"),
+        (lambda text: "", "damaged"),
+        (lambda text: "[]", "damaged"),
+        (lambda text: "null", "damaged"),
+        (lambda text: text.replace("crossover/1", "crossover/2"), "sparge.crossover/2"),
+        (lambda text: text.replace('"Fast"', '"Slow"'), "another key"),
+        (lambda text: text.replace("fp32/64/int8-fast", "fp8/64/int8"), "fp32/64/int8-fast"),
+        (lambda text: text.replace('"call": 2e-05', '"call": -1'), "must be seconds"),
+        (lambda text: text.replace('"call": 2e-05', '"call": NaN'), "must be seconds"),
+        (lambda text: text.replace('"call": 2e-05', '"call": "0"'), "damaged"),
+        (lambda text: text.replace('"call": 2e-05', '"call": true'), "must be seconds"),
+        (lambda text: text.replace('"call"', '"cost"'), "damaged"),
+        (lambda text: text.replace('"2026-01-01"', '"\\ud800"'), ""),
+    ],
+)
+def test_a_damaged_file_counts_as_none_and_is_replaced(damage, says):
+    cache.write(MEASURED)
+    path = cache.path_of(KEY)
+    damaged = damage(path.read_text())
+    assert damaged != path.read_text()
+    path.write_text(damaged)
+    found, why = cache.read(KEY)
+    assert says in why
+    assert (found is None) == bool(says)
+    assert cache.write(MEASURED) == ""
+    assert cache.read(KEY) == (MEASURED, "")
+
+
+def test_bytes_that_are_no_text():
+    cache.write(MEASURED)
+    cache.path_of(KEY).write_bytes(b"\xff\xfe\x00")
+    assert "damaged" in cache.read(KEY)[1]
+
+
+@pytest.mark.parametrize("kind", ["a file in its place", "a folder in the file's place"])
+def test_a_place_that_cannot_be_written(kind, monkeypatch, tmp_path):
+    if kind == "a file in its place":
+        (tmp_path / "taken").write_text("")
+        monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "taken"))
+    else:
+        cache.path_of(KEY).mkdir(parents=True)
+    assert "cannot be written and is kept in memory" in cache.write(MEASURED)
+    found, why = cache.read(KEY)
+    assert found is None
+    assert "cannot be read" in why
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_may_not_be_written():
+    cache.directory().mkdir(mode=0o500)
+    assert "kept in memory" in cache.write(MEASURED)
+
+
+@pytest.mark.parametrize(
+    "platform, set_to, ends",
+    [
+        ("linux", {"XDG_CACHE_HOME": "/x"}, "/x/sparge"),
+        ("linux", {"XDG_CACHE_HOME": ""}, "/home/me/.cache/sparge"),
+        ("darwin", {}, "/home/me/Library/Caches/sparge"),
+        ("win32", {"LOCALAPPDATA": "/local"}, "/local/sparge"),
+    ],
+)
+def test_where_each_system_keeps_it(platform, set_to, ends, monkeypatch):
+    monkeypatch.delenv("SPARGE_CACHE")
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    assert cache.directory().as_posix() == ends
+
+
+def test_without_a_home(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SPARGE_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert "home" in cache.read(KEY)[1]
+    assert "home" in cache.write(MEASURED)
+
+
+# --- measuring --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Measure in earnest, with the fewest turns."""
+    monkeypatch.setattr(calibrate, "LENGTHS", (128, 256))
+    monkeypatch.setattr(calibrate, "BUDGET", 0.0)
+    monkeypatch.setattr(calibrate, "FEWEST_ROUNDS", 1)
+    monkeypatch.setattr(calibrate, "LIMIT", 60.0)
+
+
+def test_measuring_gives_a_whole_model(quick):
+    state = torch.get_rng_state()
+    found = calibrate.measure()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(found.costs) == names()
+    assert all(cost.element > 0 and cost.call >= 0 for cost in found.costs.values())
+    assert found.measured
+    assert found.noise >= 1
+    assert (found.key["threads"], found.key["isa"]) == ("1", native.available()[0])
+    assert cache.write(found) == ""
+    assert cache.read(found.key)[0] == found
+
+
+def test_a_machine_that_is_too_busy_says_so(quick, monkeypatch):
+    monkeypatch.setattr(calibrate, "LIMIT", 0.0)
+    with pytest.raises(RuntimeError, match="others are at work"):
+        calibrate.measure()
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """As on a machine that sparge is new to; `measure` counts and gives MEASURED."""
+    monkeypatch.setattr(backends, "_crossover_of", lambda isa, threads: BUILT_IN)
+    monkeypatch.setattr(backends, "_hosts", {})
+    monkeypatch.setattr(backends, "_changes", backends._changes + 1)
+    seen = []
+
+    def measure():
+        seen.append(threading.current_thread())
+        key = {"isa": native.available()[0], "threads": str(torch.get_num_threads())}
+        return replace(MEASURED, key=key)
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    return seen
+
+
+def a_run(L=1024, **options):
+    q, k, v = tensors(Lq=L, Lk=L)
+    with sparge.record() as runs:
+        sparge.attention(q, k, v, recipe=RECIPE, **options)
+    return only(runs)
+
+
+def test_the_first_call_that_needs_it_measures_and_no_other(unmeasured):
+    a_run(140)
+    a_run(backend="cpu")
+    assert "built-in estimate" in sparge.explain(*tensors(Lq=1024, Lk=1024), recipe=RECIPE).reason
+    assert unmeasured == []
+    assert "(measured on this machine)" in a_run().reason
+    assert unmeasured[0] is not threading.current_thread()
+    assert len(os.listdir(cache.directory())) == 1
+    assert "(measured on this machine)" in a_run().reason
+    assert "measured on" in sparge.explain(*tensors(Lq=1024, Lk=1024), recipe=RECIPE).reason
+    assert len(unmeasured) == 1
+    torch.set_num_threads(2)
+    assert "(measured on this machine)" in a_run().reason
+    assert len(unmeasured) == 2
+
+
+def test_measuring_that_fails_is_tried_once_and_fails_no_call(unmeasured, monkeypatch):
+    tries = []
+
+    def fail():
+        tries.append(1)
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(calibrate, "measure", fail)
+    for _ in range(3):
+        assert "built-in estimate" in a_run().reason
+    assert tries == [1]
+
+
+def test_a_measurement_that_cannot_be_kept_holds_in_memory(unmeasured, monkeypatch, tmp_path):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "taken"))
+    for _ in range(2):
+        assert "(measured on this machine)" in a_run().reason
+    assert len(unmeasured) == 1
+
+
+def test_threads_that_come_while_it_is_measured_do_not_wait(unmeasured, monkeypatch):
+    begun, go_on, measure = threading.Event(), threading.Event(), calibrate.measure
+
+    def slowly():
+        begun.set()
+        assert go_on.wait(30)
+        return measure()
+
+    monkeypatch.setattr(calibrate, "measure", slowly)
+    first = threading.Thread(target=a_run)
+    first.start()
+    assert begun.wait(30)
+    assert "built-in estimate" in a_run().reason
+    go_on.set()
+    first.join()
+    assert "(measured on this machine)" in a_run().reason
+    assert len(unmeasured) == 1
+
+
+def test_nothing_is_measured_or_read_while_a_graph_is_traced(unmeasured, monkeypatch):
+    torch._dynamo.reset()
+    f = torch.compile(
+        lambda q, k, v: sparge.attention(q, k, v, recipe=RECIPE),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    q, k, v = tensors(Lq=1024, Lk=1024)
+    with sparge.record() as runs, torch.no_grad():
+        f(q, k, v)
+    assert "(measured on this machine)" in only(runs).reason, "by the op, when it ran"
+    assert len(unmeasured) == 1
+    torch._dynamo.reset()
+
+
+# --- doctor and the environment ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("piped")
+def test_doctor_calibrates(quick, capsys, monkeypatch):
+    monkeypatch.setattr("sparge.cli.doctor.check_backends", lambda device: [])
+    before = run_json(["doctor"], capsys)
+    assert before["crossover"]["state"] == "none"
+    assert "nothing was measured yet" in run_text(["doctor"], capsys)
+    found = run_json(["doctor", "--calibrate"], capsys)["crossover"]
+    assert found["state"] == "measured now"
+    assert Path(found["file"]).exists()
+    assert list(found["costs"]) == names()
+    assert len(found["rows"]) == 6
+    after = run_json(["doctor"], capsys)
+    assert after["crossover"] == {**found, "state": "measured before"}
+    assert after["native"]["runs"] == native.available()[0]
+    assert "tiles" not in after["native"]["available"]
+    text = run_text(["doctor"], capsys)
+    for words in ("measured before", found["file"], found["date"], "SPARGE_ISA", "dense from"):
+        assert words in text
+    Path(found["file"]).write_text("{")
+    assert "damaged" in run_json(["doctor"], capsys)["crossover"]["why"]
+    assert run_json(["doctor", "--calibrate"], capsys)["crossover"]["why"] == ""
+
+
+@pytest.mark.usefixtures("piped")
+def test_doctor_says_what_could_not_be_kept(quick, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sparge.cli.doctor.check_backends", lambda device: [])
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "taken"))
+    assert "kept in memory" in run_text(["doctor", "--calibrate"], capsys)
+
+
+def test_doctor_without_a_native_core(capsys, monkeypatch):
+    monkeypatch.setattr(native, "why_missing", lambda: "it was not built")
+    message = complaint(["doctor", "--calibrate"], capsys, code=3)
+    assert "cpu: it was not built" in message
+
+
+@pytest.mark.parametrize(
+    "isa, why", [("avx1024", "no instruction set has that name"), ("amx", "does not have it")]
+)
+def test_an_instruction_set_that_is_not_there(isa, why, monkeypatch, capsys):
+    if isa in native.available():
+        pytest.skip("this machine has it")
+    monkeypatch.setenv("SPARGE_ISA", isa)
+    for backend in ("auto", "cpu"):
+        with pytest.raises(ValueError, match=f"SPARGE_ISA={isa}: .*{why}.*here are") as caught:
+            sparge.attention(*tensors(), backend=backend)
+        assert "tiles" not in str(caught.value)
+    assert f"SPARGE_ISA={isa}" in complaint(["doctor"], capsys)
+
+
+def test_the_instruction_set_that_is_asked_for_runs(monkeypatch):
+    for isa in native.available():
+        monkeypatch.setenv("SPARGE_ISA", isa)
+        assert a_run(140, backend="cpu").isa == isa
