@@ -15,7 +15,7 @@ template <Product QK, Product PV, int kDegree>
 struct InTurn : Walk<QK, PV, kDegree> {
   using W = Walk<QK, PV, kDegree>;
   using Slot = typename W::Slot;
-  using W::acc_of, W::decide, W::exponentiate, W::join, W::k_scales, W::kFast, W::kPSteps;
+  using W::acc_of, W::decide, W::exponentiate, W::fetch, W::join, W::k_scales, W::kFast, W::kPSteps;
   using W::mask_step, W::multiply, W::n_units, W::p_scale, W::scale, W::scales_of, W::slots;
   using W::sums, W::take_chunk, W::v_scale_of, W::W, W::weights_of, W::width;
 
@@ -25,6 +25,7 @@ struct InTurn : Walk<QK, PV, kDegree> {
       const Slot& slot = slots[0];
       const float* k_scale = scales_of(slot, k_scales);
       for (int unit = 0; unit < n_units; ++unit) {
+        if (i + 1 < n) fetch(kept[i + 1], unit, kGroups);
         const bool attends = mask_step(unit, slot, 0);
         if (attends) {
           for (int quarter = 0; quarter < 4; ++quarter) multiply(unit, slot, 0, quarter);
@@ -35,10 +36,10 @@ struct InTurn : Walk<QK, PV, kDegree> {
         exponentiate(unit, 0, 0, 0, 0, 0, kBlockK);
         const float* p = weights_of(0, 0, 0);
         if constexpr (kFast) {
-          product<PV>(slot.value.data, width, p, kPSteps, sums, false);
+          product<PV>(slot.value, width, p, kPSteps, sums, false);
           join(unit, sums, p_scale[0][0][0], v_scale_of(slot.i_k), 0, width);
         } else {
-          product<PV>(slot.value.data, width, p, kPSteps, acc_of(unit), true);
+          product<PV>(slot.value, width, p, kPSteps, acc_of(unit), true);
         }
       }
     }
@@ -50,7 +51,8 @@ template <Product QK, Product PV, int kDegree>
 struct Interleaved : Walk<QK, PV, kDegree> {
   using W = Walk<QK, PV, kDegree>;
   using Slot = typename W::Slot;
-  using W::acc_of, W::decide, W::exponentiate, W::join, W::kChunk, W::kFast, W::kPSteps, W::kUnit;
+  using W::acc_of, W::decide, W::exponentiate, W::fetch, W::join, W::kChunk, W::kFast, W::kPSteps,
+      W::kUnit;
   using W::mask_step, W::multiply, W::n_slots, W::n_units, W::p_scale, W::scale, W::scales_of;
   using W::slots, W::sums, W::take_chunk, W::v_scale_of, W::W, W::weights_of, W::width;
 
@@ -113,6 +115,8 @@ struct Interleaved : Walk<QK, PV, kDegree> {
         if (slot == 0) open = Pending{}, open.unit = unit, open.parity = p_parity;
         const unsigned active =
             decide(unit, parity, attends[parity], [this](int u) { finish_pending(u); });
+        const int later = from + kChunk + slot;
+        if (later < n && unit < kGroups / kUnit) fetch(kept[later], unit, kGroups / kUnit);
         const int ahead = step + 1, other = parity ^ 1;
         const bool more = ahead < n_steps;
         if (more) attends[other] = prepare(ahead, other, room, k_scale);

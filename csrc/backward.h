@@ -33,8 +33,6 @@ inline void take_block(const Rows& x, int64_t b, int64_t h, int64_t first, int64
                   kRowsAtOnce * 4);
 }
 
-inline const char* bytes(const float* p) { return reinterpret_cast<const char*>(p); }
-
 inline void pack_lanes(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t n, int64_t D,
                        float* out) {
   const char* rows[kLanes];
@@ -122,8 +120,8 @@ void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
     state.valid = uint16_t((1u << lanes_of(g)) - 1);
   }
   auto score = [&](int g, int64_t i_k) {
-    product<Product::f32>(bytes(t.a.panels), kBlockK, t.queries + g * s.D * kLanes, int(s.D),
-                          t.scores, false);
+    product<Product::f32>(panels_of(t.a.panels, int(s.D)), kBlockK, t.queries + g * s.D * kLanes,
+                          int(s.D), t.scores, false);
     const bool masked = masked_block(a, b, h, i_q, i_k);
     if (masked) {
       int64_t rows[kLanes];
@@ -171,8 +169,8 @@ void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
     for (int g = 0; g < n_groups; ++g) {
       if (a.skipped[task * s.n_k() + kept[i]] >> g & 1) continue;
       score(g, kept[i]);
-      product<Product::f32>(bytes(t.b.panels), kBlockK, t.grads + g * s.Dv * kLanes, int(s.Dv),
-                            t.dp, false);
+      product<Product::f32>(panels_of(t.b.panels, int(s.Dv)), kBlockK, t.grads + g * s.Dv * kLanes,
+                            int(s.Dv), t.dp, false);
       alignas(64) float delta[kLanes] = {};
       std::memcpy(delta, a.delta + bh * s.Lq + first + g * kLanes, size_t(lanes_of(g)) * 4);
       const GroupState& state = t.groups[g];
@@ -183,7 +181,7 @@ void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
         const F16 p = exp2<6>(load(t.scores + j * kLanes) - shift) * weight;
         store(t.scores + j * kLanes, p * (load(t.dp + j * kLanes) - d));
       }
-      product<Product::f32>(bytes(t.a.turned), s.D, t.scores, kBlockK,
+      product<Product::f32>(panels_of(t.a.turned, kBlockK), s.D, t.scores, kBlockK,
                             t.sum + g * t.a.width * kLanes, true);
     }
   }
@@ -222,10 +220,10 @@ void backward_key(const BackwardArgs& a, int64_t task, char* scratch) {
     const uint8_t skipped = a.skipped[row_block * s.n_k() + i_k];
     const bool masked = masked_block(a, b, h, i_q, i_k);
     for (int g = 0; g < n_groups; ++g) {
-      product<Product::f32>(bytes(t.a.panels), kBlockQ, t.queries + g * s.D * kLanes, int(s.D),
-                            t.scores, false);
-      product<Product::f32>(bytes(t.b.panels), kBlockQ, t.grads + g * s.Dv * kLanes, int(s.Dv),
-                            t.dp, false);
+      product<Product::f32>(panels_of(t.a.panels, int(s.D)), kBlockQ, t.queries + g * s.D * kLanes,
+                            int(s.D), t.scores, false);
+      product<Product::f32>(panels_of(t.b.panels, int(s.Dv)), kBlockQ, t.grads + g * s.Dv * kLanes,
+                            int(s.Dv), t.dp, false);
       for (int64_t r = 0; r < kBlockQ; ++r) {
         float* p_row = t.scores + r * kLanes;
         float* ds_row = t.dp + r * kLanes;
@@ -264,9 +262,9 @@ void backward_key(const BackwardArgs& a, int64_t task, char* scratch) {
         store(p_row, p);
         store(ds_row, p * (load(ds_row) - all(a.delta[row])) * all(float(a.softmax_scale)));
       }
-      product<Product::f32>(bytes(t.a.turned), s.D, t.dp, kBlockQ, t.sum + g * t.a.width * kLanes,
-                            true);
-      product<Product::f32>(bytes(t.b.turned), s.Dv, t.scores, kBlockQ,
+      product<Product::f32>(panels_of(t.a.turned, kBlockQ), s.D, t.dp, kBlockQ,
+                            t.sum + g * t.a.width * kLanes, true);
+      product<Product::f32>(panels_of(t.b.turned, kBlockQ), s.Dv, t.scores, kBlockQ,
                             t.sum2 + g * t.b.width * kLanes, true);
     }
   }

@@ -119,40 +119,48 @@ inline Words key_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int6
   char* panels = scratch + kBlockK * row_bytes;
   to_panels(reinterpret_cast<const float*>(rows), apart / 4, kBlockK, steps,
             reinterpret_cast<float*>(panels));
-  return {panels, 0};
+  return panels_of(panels, steps);
 }
 
-// A of the outputs for the vector products: one block of V, a row is a channel.
-template <Product P>
-inline Words value_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int64_t i_k,
-                         bool half, float factor, char* scratch) {
+// 16 numbers of a row from channel d on; zeros behind Dv.
+template <Dtype kType>
+inline F16 value_lanes(const Rows& x, const char* row, int64_t d, int64_t Dv) {
+  const char* p = row + d * x.stride_d;
+  if (x.stride_d == bytes_of(kType) && d + kLanes <= Dv) return read_lanes(p, kType);
+  alignas(64) float lanes[kLanes] = {};
+  for (int64_t c = 0; c < kLanes && d + c < Dv; ++c) lanes[c] = read_one(p + c * x.stride_d, kType);
+  return load(lanes);
+}
+
+// Bytes between panels of V: a cache line more than they hold, or writing a row of V, one piece
+// to each panel, would hit the same few sets of the cache.
+constexpr int64_t value_panel_bytes(Product p) {
+  return int64_t(kBlockK / per_word(p)) * kRowsAtOnce * 4 + 64;
+}
+
+// A of the outputs for the vector products: one block of V, a row is a channel. fp32 products take
+// fp32 values as they are: rounding them to 16 bits would cost time and digits.
+template <Product P, Dtype kType>
+inline void value_panels(const Rows& x, const Shape& s, int64_t b, int64_t h, int64_t i_k,
+                         float factor, float* words) {
   constexpr int per = per_word(P), steps = kBlockK / per;
   const int64_t first = i_k * kBlockK;
   const int64_t n = s.Lk - first < kBlockK ? s.Lk - first : kBlockK;
-  const int64_t width = round_up(s.Dv, 2 * kLanes), apart = int64_t(steps) * kRowsAtOnce;
-  const bool plain = x.stride_d == bytes_of(x.dtype);
-  float* words = reinterpret_cast<float*>(scratch);
-  alignas(64) float last[4][kLanes];
-  for (int step = 0; step < steps; ++step)
+  const int64_t width = round_up(s.Dv, 2 * kLanes), apart = value_panel_bytes(P) / 4;
+  const F16 f = all(factor);
+  for (int step = 0; step < steps; ++step) {
+    const char* rows[per];
+    for (int i = 0; i < per; ++i) {
+      const int64_t j = int64_t(step) * per + i;
+      rows[i] = j < n ? x.row(b, h, first + j) : nullptr;
+    }
     for (int64_t d = 0; d < width; d += kLanes) {
-      F16 r[4];
+      F16 r[per];
       for (int i = 0; i < per; ++i) {
-        const int64_t j = int64_t(step) * per + i;
-        r[i] = zero();
-        if (j >= n || d >= s.Dv) continue;
-        const char* p = x.row(b, h, first + j) + d * x.stride_d;
-        if (plain && d + kLanes <= s.Dv) {
-          r[i] = read_lanes(p, x.dtype);
-        } else {
-          store(last[i], zero());
-          for (int64_t c = 0; c < kLanes && d + c < s.Dv; ++c)
-            last[i][c] = read_one(p + c * x.stride_d, x.dtype);
-          r[i] = load(last[i]);
-        }
-        if (P == Product::f32 && half) r[i] = half_of(r[i]);
-        if (P == Product::f32 || P == Product::bf16) r[i] = r[i] * all(factor);
+        r[i] = rows[i] && d < s.Dv ? value_lanes<kType>(x, rows[i], d, s.Dv) : zero();
+        if constexpr (!is_integer(P)) r[i] = r[i] * f;
         // Signed bytes as the unsigned numbers that have their bits.
-        if (per == 4) r[i] = select(less(r[i], zero()), r[i] + all(256.0f), r[i]);
+        if constexpr (per == 4) r[i] = select(less(r[i], zero()), r[i] + all(256.0f), r[i]);
       }
       I16 word;
       if constexpr (P == Product::f32)
@@ -165,7 +173,21 @@ inline Words value_words(const Rows& x, const Shape& s, int64_t b, int64_t h, in
         word = quad_u8(r[0], r[1], r[2], r[3]);
       store_panels(words + d / kRowsAtOnce * apart + step * kRowsAtOnce, apart, word);
     }
-  return {scratch, 0};
+  }
+}
+template <Product P>
+inline Words value_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int64_t i_k,
+                         float factor, char* scratch) {
+  float* words = reinterpret_cast<float*>(scratch);
+  if constexpr (is_integer(P))
+    value_panels<P, Dtype::i8>(x, s, b, h, i_k, factor, words);
+  else if (x.dtype == Dtype::f32)
+    value_panels<P, Dtype::f32>(x, s, b, h, i_k, factor, words);
+  else if (x.dtype == Dtype::bf16)
+    value_panels<P, Dtype::bf16>(x, s, b, h, i_k, factor, words);
+  else
+    value_panels<P, Dtype::f16>(x, s, b, h, i_k, factor, words);
+  return {scratch, value_panel_bytes(P)};
 }
 
 }  // namespace

@@ -98,7 +98,8 @@ struct Planner {
     for (int64_t j = 0; j < n_k; j += kBlockK) {
       const int64_t m = n_k - j < kBlockK ? n_k - j : kBlockK;
       to_panels(k + j * s.D, s.D, m, int(s.D), panels);
-      product<Product::f32>(t.keys, m, t.queries, int(s.D), t.scores + j * kLanes, false);
+      product<Product::f32>(panels_of(panels, int(s.D)), m, t.queries, int(s.D),
+                            t.scores + j * kLanes, false);
     }
     const F16 factor = all(float(a.softmax_scale * 1.4426950408889634));
     F16 most = all(-INFINITY);
@@ -244,7 +245,7 @@ struct Planner {
       for (int quarter = 0; quarter < 4; ++quarter)
         tile_scores<P>(key, quarter, t.queries, steps, t.scores, t.scores + kBlockK * kLanes);
     } else {
-      product<P>(key.data, kBlockK, t.queries, steps, t.scores, false);
+      product<P>(key, kBlockK, t.queries, steps, t.scores, false);
       if constexpr (P == Product::u8i8) {
         // Queries were codes + 128.
         int32_t* sums = reinterpret_cast<int32_t*>(t.scores);

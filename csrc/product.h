@@ -40,7 +40,7 @@ inline int steps_of(Product p, int64_t D) {
 // a step are neighbours, and one address reaches them all. The tile unit reads rows as they are.
 struct Words {
   const char* data;
-  int64_t row;  // bytes between rows, for the tile unit
+  int64_t apart;  // bytes between panels, or between rows for the tile unit
 };
 // Rows of `steps` words, `apart` words from each other, become panels; rows behind m are zero.
 inline void to_panels(const float* rows, int64_t apart, int64_t m, int steps, float* out) {
@@ -113,12 +113,16 @@ SPARGE_APART void product_panel(const char* a, const float* b, int steps, float*
 // C is [m][16] words: fp32, or int32 of the integer products; m is rounded up to whole panels.
 // `add` begins with what C holds.
 template <Product P>
-inline void product(const char* a, int64_t m, const float* b, int steps, float* c, bool add) {
-  for (int64_t i = 0; i < m; i += kRowsAtOnce)
+inline void product(Words a, int64_t m, const float* b, int steps, float* c, bool add) {
+  for (int64_t i = 0; i < m; i += kRowsAtOnce, a.data += a.apart)
     if (add)
-      product_panel<P, true>(a + i * steps * 4, b, steps, c + i * kLanes);
+      product_panel<P, true>(a.data, b, steps, c + i * kLanes);
     else
-      product_panel<P, false>(a + i * steps * 4, b, steps, c + i * kLanes);
+      product_panel<P, false>(a.data, b, steps, c + i * kLanes);
+}
+// Panels that lie one behind the other.
+inline Words panels_of(const void* data, int steps) {
+  return {static_cast<const char*>(data), int64_t(steps) * kRowsAtOnce * 4};
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ constexpr bool kTiles = true;
 template <Product P>
 inline void tile_scores(const Words& key, int quarter, const float* q, int steps, float* c0,
                         float* c1) {
-  const char* k = key.data + quarter * 16 * key.row;
+  const char* k = key.data + quarter * 16 * key.apart;
   const float* q1 = q + steps * kLanes;
   const bool resident = steps <= 32;
   if (resident && quarter == 0) {
@@ -28,8 +28,8 @@ inline void tile_scores(const Words& key, int quarter, const float* q, int steps
   TILE_ZERO(0);
   TILE_ZERO(1);
   if (resident) {
-    TILE_LOAD(2, k, key.row);
-    if (steps == 32) TILE_LOAD(3, k + 64, key.row);
+    TILE_LOAD(2, k, key.apart);
+    if (steps == 32) TILE_LOAD(3, k + 64, key.apart);
     if constexpr (P == Product::tile_i8) {
       TILE_I8I8(0, 2, 4);
       TILE_I8I8(1, 2, 5);
@@ -47,7 +47,7 @@ inline void tile_scores(const Words& key, int quarter, const float* q, int steps
     }
   } else {
     for (int s = 0; s < steps; s += 16) {
-      TILE_LOAD(2, k + s * 4, key.row);
+      TILE_LOAD(2, k + s * 4, key.apart);
       TILE_LOAD(4, q + s * kLanes, 64);
       TILE_LOAD(5, q1 + s * kLanes, 64);
       if constexpr (P == Product::tile_i8) {

@@ -24,7 +24,7 @@ struct Walk {
   const Shape& shape;
   int64_t b, h, h_k, i_q, n_rows, width;
   int n_groups, n_units, q_steps;
-  bool k_half, v_half;
+  bool k_half;
   // In the thread's scratch.
   GroupState* groups;
   float *queries, *acc, *scores, *weights, *sums;
@@ -60,7 +60,7 @@ struct Walk {
     part[4] = take(size_t(2) * kChunk * kUnit * kPSteps * kLanes * 4);
     part[5] = take(kFast ? size_t(kUnit) * width * kLanes * 4 : 0);
     part[6] = take(size_t(kChunk) * 2 * kBlockK * size_t(steps_of(QK, s.D)) * 4);
-    part[7] = take(is_tile(PV) ? 0 : size_t(kChunk) * width * kPSteps * 4);
+    part[7] = take(is_tile(PV) ? 0 : width / kRowsAtOnce * size_t(value_panel_bytes(PV)));
     part[8] = take(sizeof(GroupMask) * 2 * kUnit);
     if (w) {
       w->groups = reinterpret_cast<GroupState*>(part[0]);
@@ -87,7 +87,6 @@ struct Walk {
     width = round_up(shape.Dv, 2 * kLanes);
     q_steps = steps_of(QK, shape.D);
     k_half = rounds_to_half(a.precision, a.key.dtype);
-    v_half = rounds_to_half(a.precision, a.value.dtype);
     bytes(args, scratch, this);
   }
 
@@ -134,8 +133,27 @@ struct Walk {
       if constexpr (is_tile(PV))
         slot.v_tile = a.v_tiles + (key_head() * shape.n_k() + slot.i_k) * a.v_tiles_block;
       else
-        slot.value = value_words<PV>(a.value, shape, b, h_k, slot.i_k, v_half,
-                                     a.v_factor[key_head()], v_scratch);
+        slot.value =
+            value_words<PV>(a.value, shape, b, h_k, slot.i_k, a.v_factor[key_head()], v_scratch);
+    }
+  }
+
+  // One part of a later block on its way from memory: kept blocks lie apart, where no hardware
+  // sees them coming.
+  void fetch(int64_t i_k, int part, int parts) const {
+    const int64_t first = i_k * kBlockK, n = kBlockK / parts;
+    for (int64_t l = first + part * n; l < first + (part + 1) * n && l < shape.Lk; ++l) {
+      const char* k = a.key.row(b, h_k, l);
+      for (int64_t at = 0; at < shape.D * a.key.stride_d; at += 64) __builtin_prefetch(k + at);
+      if constexpr (!is_tile(PV)) {
+        const char* v = a.value.row(b, h_k, l);
+        for (int64_t at = 0; at < shape.Dv * a.value.stride_d; at += 64) __builtin_prefetch(v + at);
+      }
+    }
+    if constexpr (is_tile(PV)) {
+      const char* v = a.v_tiles + (key_head() * shape.n_k() + i_k) * a.v_tiles_block;
+      const int64_t bytes = a.v_tiles_block / parts;
+      for (int64_t at = part * bytes; at < (part + 1) * bytes; at += 64) __builtin_prefetch(v + at);
     }
   }
 
@@ -177,7 +195,8 @@ struct Walk {
     if constexpr (kTile) {
       tile_scores<QK>(slot.key, quarter, q, q_steps, scores_of(parity, 0), scores_of(parity, 1));
     } else {
-      const char* key = slot.key.data + int64_t(quarter) * 16 * q_steps * 4;
+      const Words key{slot.key.data + quarter * (16 / kRowsAtOnce) * slot.key.apart,
+                      slot.key.apart};
       float* c = scores_of(parity, 0) + quarter * 16 * kLanes;
       if constexpr (QK == Product::u8i8) {
         const int32_t* sums = a.code_sums + key_head() * shape.Lk;
