@@ -2,17 +2,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/arch/*.h)
 
 # pip reads these for the build environment too, so nothing there escapes the constraints.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format sanitize fuzz bench clean setup
+.PHONY: demo test lint format sanitize fuzz bench wheel clean setup
 
 setup: $(VENV)/.done
 
-$(VENV)/.done: pyproject.toml constraints.txt
+$(VENV)/.done: pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt $(CPP)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements-build.txt
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev]"
@@ -29,10 +30,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 # The kernel tests over a build with AddressSanitizer and UndefinedBehaviorSanitizer; scripts/sanitize.sh
 # says what it covers, and why there is no ThreadSanitizer.
@@ -45,6 +48,10 @@ fuzz: setup
 
 bench: setup
 	$(BIN)/sparge bench
+
+# One wheel for every Python and torch, built in an environment of its own and tried in an empty one.
+wheel: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check_wheel.sh
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
