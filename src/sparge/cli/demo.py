@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -130,10 +131,13 @@ def attend_exactly(inputs: Inputs, recipe: Recipe) -> Tensor:
 
 def race(inputs: Inputs) -> dict[str, float]:
     """Median seconds of torch's dense attention and of ours with the default recipe, in turns."""
-    facts = {"is_causal": True, "enable_gqa": True}
-    turns = {
-        "dense_seconds": lambda: F.scaled_dot_product_attention(*inputs, **facts),
-        "sparse_seconds": lambda: attention(*inputs, **facts, backend=BACKEND),
+    turns: dict[str, Callable[[], Any]] = {
+        "dense_seconds": lambda: F.scaled_dot_product_attention(
+            *inputs, is_causal=True, enable_gqa=True
+        ),
+        "sparse_seconds": lambda: attention(
+            *inputs, is_causal=True, enable_gqa=True, backend=BACKEND
+        ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(6):
