@@ -77,8 +77,10 @@ inline F16 follow(GroupState* g, F16 block_max) {
   return fade;
 }
 
-// P of key rows from … to, as the words of product P; adds to the row sum. For 8-bit P the
-// exponent is taken below the block's own maximum, so that codes use all of 0 … 255.
+constexpr int kMost = 255;  // the largest code of 8-bit P
+
+// P of key rows from … to, as the words of product P; adds to the row sum. For 8-bit P `shift` is
+// the block's own maximum, and the codes use all of 0 … kMost.
 template <Product P, int kDegree>
 inline F16 exponentials(const float* s, int from, int to, F16 shift, float* words, F16 sum) {
   int32_t* out = reinterpret_cast<int32_t*>(words);
@@ -96,12 +98,11 @@ inline F16 exponentials(const float* s, int from, int to, F16 shift, float* word
       istore(out + j / 2 * kLanes, pair_bf16(a, b));
     }
   } else {
-    const F16 most = all(255.0f);
     for (int j = from; j < to; j += 4) {
       F16 p[4];
-      for (int i = 0; i < 4; ++i) p[i] = exp2<kDegree>(load(s + (j + i) * kLanes) - shift);
+      for (int i = 0; i < 4; ++i)
+        p[i] = exp2<kDegree, false, kMost>(load(s + (j + i) * kLanes) - shift);
       sum = sum + ((p[0] + p[1]) + (p[2] + p[3]));
-      for (int i = 0; i < 4; ++i) p[i] = min(p[i] * most, most);
       if constexpr (P == Product::i16) {
         istore(out + j / 2 * kLanes, pair_i16(p[0], p[1]));
         istore(out + (j / 2 + 1) * kLanes, pair_i16(p[2], p[3]));

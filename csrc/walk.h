@@ -7,6 +7,7 @@
 
 #include "operands.h"
 #include "softmax.h"
+#include "statistics.h"
 #include "tile_product.h"
 
 namespace sparge {
@@ -113,7 +114,14 @@ struct Walk {
         if (row >= shape.Lq) continue;
         rows[n++] = a.query.row(b, h, row);
         state.valid |= uint16_t(1 << i);
-        if (a.q_scale.data) state.q_factor[i] = a.q_scale.of(query_head(), row) * factor;
+        if (a.q_scale.data) {
+          state.q_factor[i] = a.q_scale.of(query_head(), row) * factor;
+        } else {
+          // A query that is not finite makes its row NaN, even one that attends nothing.
+          alignas(64) float numbers[kMaxDim];
+          read_row(a.query, rows[n - 1], shape.D, numbers);
+          if (!(largest_of(numbers, round_up(shape.D, kLanes)) < INFINITY)) state.q_factor[i] = NAN;
+        }
       }
       pack_queries<QK>(a.query, rows, n, shape.D, rounds_to_half(a.precision, a.query.dtype),
                        queries + int64_t(g) * q_steps * kLanes);
@@ -266,9 +274,10 @@ struct Walk {
       // What a code is worth beside the other blocks of its row.
       const F16 most = load(block_max[parity][u]);
       const Lanes some = less(all(-INFINITY), most);
-      const F16 weight = select(some, exp2<6>(shift - load(g.shift)), zero());
+      const F16 weight =
+          select(some, exp2<6>(most - load(g.shift)) * all(1.0f / float(kMost)), zero());
       store(g.row_sum, fma(sum, weight, load(g.row_sum)));
-      store(p_scale[p_parity][slot][u], weight * all(1.0f / 255.0f));
+      store(p_scale[p_parity][slot][u], weight);
     } else {
       store(g.row_sum, sum);
     }

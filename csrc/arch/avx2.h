@@ -97,13 +97,16 @@ inline F16 split(F16 x, F16* whole) {
   *whole = y + magic;
   return y - (*whole - magic);
 }
+template <bool kExactZero>
 inline __m256 raise(__m256 p, __m256 whole, __m256 x) {
   const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(whole), 23);
   const __m256 raised = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), power));
+  if (!kExactZero) return raised;
   return _mm256_and_ps(raised, _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ));
 }
+template <bool kExactZero>
 inline F16 raise(F16 p, F16 whole, F16 x) {
-  return {raise(p.lo, whole.lo, x.lo), raise(p.hi, whole.hi, x.hi)};
+  return {raise<kExactZero>(p.lo, whole.lo, x.lo), raise<kExactZero>(p.hi, whole.hi, x.hi)};
 }
 
 inline __m256 widen_bf16(const uint16_t* p) {

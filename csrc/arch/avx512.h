@@ -67,6 +67,7 @@ inline F16 split(F16 x, F16* whole) {
   *whole = x;
   return {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
 }
+template <bool kExactZero>
 inline F16 raise(F16 p, F16 whole, F16 x) {
   const __mmask16 normal = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return {_mm512_maskz_scalef_ps(normal, p.v, whole.v)};

@@ -35,15 +35,17 @@ struct Exp2Terms<6, true> {
                                 0.0002170225545f};
 };
 
-// 2^x for x up to 127; exactly 0 below 2^-126, NaN for NaN.
-template <int kDegree>
+// 2^x for x up to 127, NaN for NaN; below 2^-126 exactly 0, or where that is dearer and whoever
+// reads it rounds it away, something no larger than 2^-125.
+// `kTimes` is a factor, for nothing: it is in the coefficients.
+template <int kDegree, bool kExactZero = true, int kTimes = 1>
 inline F16 exp2(F16 x) {
   using Terms = Exp2Terms<kDegree, kSplitFloors>;
   F16 whole;
   const F16 f = split(x, &whole);
-  F16 p = all(Terms::c[kDegree]);
-  for (int k = kDegree - 1; k >= 0; --k) p = fma(p, f, all(Terms::c[k]));
-  return raise(p, whole, x);
+  F16 p = all(Terms::c[kDegree] * kTimes);
+  for (int k = kDegree - 1; k >= 0; --k) p = fma(p, f, all(Terms::c[k] * kTimes));
+  return raise<kExactZero>(p, whole, x);
 }
 
 }  // namespace

@@ -118,6 +118,7 @@ inline F16 split(F16 x, F16* whole) {
   }
   return f;
 }
+template <bool kExactZero>
 inline F16 raise(F16 p, F16 whole, F16 x) {
   SPARGE_LANES {
     const float n = whole.v[i] == whole.v[i] ? whole.v[i] : 0.0f;
