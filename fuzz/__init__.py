@@ -1,0 +1,1 @@
+"""Random calls of the native core against the reference, while time lasts: `make fuzz`."""

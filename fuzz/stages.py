@@ -1,0 +1,134 @@
+"""Quantize, statistics and plan against the reference's: up to rounding, up to near-ties."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparge import KeepAll, KeepFraction
+from sparge.geometry import BLOCK_K, BLOCK_Q, in_blocks
+from sparge.plan import reference as reference_plan
+from sparge.plan.cpu import plan_from
+from sparge.plan.forced import forced_blocks
+from sparge.plan.rows import operands_of
+from sparge.qtensor import Operands, QTensor, finite_rows
+from sparge.quantize.cpu import Statistics, prepare
+from sparge.recipe import heads_of
+from sparge.tokenmask import EXCLUDED
+
+from .case import EPS, PRECISE, Case, largest_of, need
+
+
+def judge_statistics(case: Case) -> None:
+    recipe = case.recipe
+    operands, found = prepare(case.q, case.k, case.v, scale=case.scale, recipe=recipe)
+    if recipe.quantized:
+        for name in ("query", "key", "value"):
+            ours, theirs = getattr(operands, name), getattr(case.operands, name)
+            if isinstance(theirs, QTensor):
+                x = {"query": case.q, "key": case.k, "value": case.v}[name]
+                judge_codes(ours, theirs, x, name)
+        largest = largest_of(case.k)
+        off = (operands.lse_shift - case.operands.lse_shift).abs().double()
+        room = case.q.double().abs().nan_to_num(0, 0, 0).sum(-1) * case.heads(largest)[..., 0]
+        fine = finite_rows(case.q) & case.heads(finite_rows(case.k).all(-1, True))
+        fine &= room * max(1.0, abs(case.scale)) < 1e37
+        # The mean is made of numbers lowered by 2⁻⁷, the smallest of which lose their last bits.
+        ours = case.q.double().abs().nan_to_num(0, 0, 0).sum(-1) * 2**-140
+        terms = ((BLOCK_K + case.drawn.D) * EPS * room + ours) * abs(case.scale) + 1e-30
+        wrong = fine & ~(off <= terms)
+        need(not wrong.any(), "lse_shift differs", wrong)
+    if found.q_pooled is not None:
+        theirs, keys = case.statistics
+        judge_pooled(found.q_pooled, theirs.pooled, case.q, BLOCK_Q, "query")
+        judge_pooled(found.k_pooled, keys.pooled, case.k, BLOCK_K, "key")
+
+
+def judge_codes(ours: QTensor, theirs: QTensor, x: Tensor, name: str) -> None:
+    lost = ours.scale.isnan() != theirs.scale.isnan()
+    if largest_of(x).max() < 1e38:  # beyond, the mean may overflow in one order and not another
+        need(not lost.any(), f"{name}: NaN scales differ", lost)
+    steps = [x.row_scale().double() for x in (ours, theirs)]
+    ours_step, step = steps if theirs.per_channel else [x[..., None] for x in steps]
+    a, b = ours.codes * ours_step, theirs.codes * step
+    # The mean of a head is added up row by row within a block.
+    room = step * 1.01 + BLOCK_K * EPS * largest_of(x) + 2**-140
+    wrong = ~((a - b).abs() <= room) & ~a.isnan() & ~b.isnan()
+    need(not wrong.any(), f"{name}: codes differ by more than one step", wrong)
+
+
+def judge_pooled(ours: Tensor, theirs: Tensor, x: Tensor, block: int, name: str) -> None:
+    largest = largest_of(x)
+    if largest.max() > 1e37:
+        return
+    need(torch.equal(ours.isnan(), theirs.isnan()), f"{name}: pooled NaN differ")
+    off = (ours.double() - theirs.double()).abs()
+    wrong = ours.isfinite() & theirs.isfinite() & ~(off <= 2 * block * EPS * largest + 2**-140)
+    need(not wrong.any(), f"{name}: pooled tokens differ", wrong)
+
+
+# ---- the plan
+
+
+def judge_plan(case: Case) -> None:
+    """The plan of the reference's statistics: kept blocks are right, whatever ties there were."""
+    if case.drawn.blocks is not None:
+        return
+    recipe, tokens = case.recipe, replace(case.tokens)
+    stats = Statistics()
+    if not isinstance(recipe.keep, KeepAll) and recipe.predictor != "rows":
+        of_q, of_k = case.statistics
+        judge_it = recipe.min_similarity is not None
+        stats = Statistics(
+            of_q.pooled.contiguous(), of_k.pooled.contiguous(),
+            of_q.similarity.contiguous() if judge_it else None,
+            of_k.similarity.contiguous() if judge_it else None,
+        )  # fmt: skip
+    operands = Operands(case.q, case.k, case.k)
+    if not isinstance(recipe.keep, KeepAll):
+        operands = operands_of(case.q, case.k, case.k, scale=case.scale, precision=recipe.precision)
+    plan = plan_from(operands, stats, tokens, scale=case.scale, recipe=recipe)
+    plan.validate()
+    need(torch.equal(plan.allowed, case.plan.allowed), "allowed blocks differ")
+    kept, theirs = plan.to_mask(), case.plan.to_mask()
+    differs = (kept != theirs).any(-1)
+    if not differs.any():
+        return
+    need(not isinstance(recipe.keep, KeepAll), "KeepAll keeps something else", differs)
+    judge_kept(case, kept, theirs, differs)
+
+
+def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> None:
+    """Rows that differ must be near-ties of the reference's own prediction."""
+    recipe, Hq = case.recipe, case.drawn.Hq
+    may = (case.tokens.block_kinds(case.q.device) != EXCLUDED).expand(kept.shape)
+    p, distrusted = reference_plan.predict(
+        case.q, case.k, case.tokens, may, scale=case.scale, recipe=recipe
+    )
+    drift = in_blocks(case.drift, -1, BLOCK_Q).amax(-1)
+    overflows = in_blocks(~case.settled, -1, BLOCK_Q, fill=False).any(-1)
+    p = p.double()
+    known = p.isfinite().all(-1) & (p > 0).any(-1)
+    wrong = differs & ~known & ~overflows
+    need(not wrong.any(), "a row that says nothing does not keep everything", wrong)
+    room = 2e-5 + 8 * drift
+    precise = differs & known & (drift < PRECISE)
+    free = may & ~distrusted & ~forced_blocks(case.tokens, recipe, case.q.device)
+    smallest = torch.where(kept & free, p, math.inf).amin(-1)
+    largest_left = torch.where(may & ~kept, p, -math.inf).amax(-1)
+    wrong = precise & (smallest < largest_left - room)
+    need(not wrong.any(), "a smaller block is kept than one that is left", wrong)
+    if isinstance(recipe.keep, KeepFraction):
+        return
+    mass = torch.tensor(heads_of(recipe.keep.mass, Hq, none=1.0), dtype=torch.float64)[:, None]
+    whole, has = torch.where(may, p, 0).sum(-1), torch.where(kept, p, 0).sum(-1)
+    wrong = precise & (has < mass * whole - room)
+    need(not wrong.any(), "the mass is not reached", wrong)
+    theirs_has = torch.where(theirs, p, 0).sum(-1)
+    wrong = precise & (
+        has - smallest.nan_to_num(0, 0, 0) > torch.maximum(mass * whole, theirs_has) + room
+    )
+    need(not wrong.any(), "a smaller set would do", wrong)
