@@ -16,6 +16,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/sanitize
+# In files, because the workers of pytest may take their last words with them.
+reports=$PWD/$build/reports
 python=$(command -v python)
 
 make_library() {  # source folder, build folder
@@ -28,11 +30,14 @@ sanitized() {  # library, command …
   shift
   # Leaks are not looked for: Python and torch keep their own on purpose until the process ends.
   env LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
-    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+    ASAN_OPTIONS="detect_leaks=0:log_path=$reports/asan" \
+    UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$reports/ubsan" \
     SPARGE_LIBRARY="$library" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive "$@"
 }
 
 make_library . "$build"
+rm -rf "$reports"
+mkdir -p "$reports"
 library=$PWD/$build/_cpu.so
 sanitized "$library" python -c "
 from sparge import native
@@ -57,14 +62,21 @@ if sanitized "$PWD/$broken/build/_cpu.so" env SPARGE_ISA=portable python -c "
 import torch, sparge
 x = torch.randn(1, 1, 5, 10)
 sparge.attention(x, x, x, backend='cpu', recipe=sparge.Recipe(precision='exact'))" \
-  2> "$broken/report"; then
+  2> /dev/null; then
   echo "sanitize: a read past the end of a tensor was not found" >&2
   exit 1
 fi
-grep -q "heap-buffer-overflow" "$broken/report"
+grep -q "heap-buffer-overflow" "$reports"/asan.*
+rm "$reports"/*
 echo "sanitize: a planted read past the end of a tensor is found"
 
 kernels=(attend plan statistics quantize masks edges nonfinite second_filter varlen properties grad
   invariance protect native_threads)
+code=0
 sanitized "$library" python -m pytest -q --tb=short -n "${SANITIZE_WORKERS:-2}" -p no:cacheprovider \
-  ${SANITIZE_TESTS:--k cpu- $(printf 'tests/test_%s.py ' "${kernels[@]}")}
+  ${SANITIZE_TESTS:--k cpu- $(printf 'tests/test_%s.py ' "${kernels[@]}")} || code=$?
+if compgen -G "$reports/*" > /dev/null; then
+  cat "$reports"/*
+  exit 1
+fi
+exit "$code"

@@ -167,20 +167,18 @@ inline I16 pair_bf16(F16 low, F16 high) {
   SPARGE_LANES r.v[i] = int32_t(to_bf16(low.v[i]) | uint32_t(to_bf16(high.v[i])) << 16);
   return r;
 }
+// Rounded; NaN, which some other sum already carries, is 0 as an integer.
+inline uint32_t nearest(float x) { return x == x ? uint32_t(int32_t(std::nearbyint(x))) : 0; }
 inline I16 pair_i16(F16 low, F16 high) {
   I16 r;
-  SPARGE_LANES {
-    const int32_t a = int32_t(std::nearbyint(low.v[i])), b = int32_t(std::nearbyint(high.v[i]));
-    r.v[i] = int32_t((uint32_t(a) & 0xffff) | uint32_t(b) << 16);
-  }
+  SPARGE_LANES r.v[i] = int32_t((nearest(low.v[i]) & 0xffff) | nearest(high.v[i]) << 16);
   return r;
 }
 // Four bytes of a word, whole numbers in 0 … 255.
 inline I16 quad_u8(F16 a, F16 b, F16 c, F16 d) {
   I16 r;
-  SPARGE_LANES r.v[i] =
-      int32_t(uint32_t(std::nearbyint(a.v[i])) | uint32_t(std::nearbyint(b.v[i])) << 8 |
-              uint32_t(std::nearbyint(c.v[i])) << 16 | uint32_t(std::nearbyint(d.v[i])) << 24);
+  SPARGE_LANES r.v[i] = int32_t(nearest(a.v[i]) | nearest(b.v[i]) << 8 | nearest(c.v[i]) << 16 |
+                                nearest(d.v[i]) << 24);
   return r;
 }
 // 16 x 16 words turned over; strides in words.
