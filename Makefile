@@ -13,13 +13,23 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 setup: $(VENV)/.done
 
-$(VENV)/.done: pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt $(CPP)
+SOURCES := pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt $(CPP)
+
+define install
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements-build.txt
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[$(1)]"
 	touch $@
+endef
 
-demo: setup
+$(VENV)/.done: $(SOURCES)
+	$(call install,dev)
+
+# The demo waits for what it needs and no more, unless everything is there already.
+$(VENV)/.demo: $(SOURCES)
+	$(call install,demo)
+
+demo: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.demo)
 	$(BIN)/sparge demo
 
 # The workers share the cores, one thread each; tests of threads set their own number.

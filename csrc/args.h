@@ -15,7 +15,7 @@ constexpr int kMaxDim = 256;
 
 enum class Dtype : int { f32, bf16, f16, i8 };
 enum class Precision : int { int8, int8_fast, half, exact };
-enum class Keep : int { all, mass, fraction };
+enum class Keep : int { all, mass, fraction, error };
 enum class Predictor : int { mean, rows, blend };
 // Which pairs of a block may attend.
 enum Kind : int8_t { kExcluded = 0, kMixed = 1, kOpen = 2 };
@@ -116,6 +116,16 @@ struct PlanArgs {
   Scales q_scale, k_scale;
   const int8_t* forced;  // [n_q, n_k]
   int32_t *counts, *indices, *allowed;
+  // Keep::error: the indices hold of every block the first step that keeps it, for `check` to
+  // measure what each step costs the checked rows. These come in groups of 16, and one task of it
+  // is `check_groups` of one head.
+  Rows value;
+  const double* masses;  // [Hq, n_steps], rising
+  int n_steps;
+  const int64_t* checked;
+  int64_t n_checked;
+  int check_groups;
+  double *wrong, *whole;  // [B, Hq, groups, n_steps], [B, Hq, groups]
 };
 
 struct AttendArgs {
@@ -171,6 +181,9 @@ struct Kernels {
   size_t (*plan_scratch)(const PlanArgs&);
   void (*plan)(const PlanArgs&, int64_t task, char* scratch);
   int plan_query_blocks;  // query blocks of one plan task
+  size_t (*check_scratch)(const PlanArgs&);
+  void (*check)(const PlanArgs&, int64_t task, char* scratch);
+  int most_check_groups;
   // What attend reads besides its operands, made block by block of K and V.
   bool (*wants_code_sums)(const AttendArgs&);
   int64_t (*v_tile_bytes)(const AttendArgs&);

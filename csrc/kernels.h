@@ -5,6 +5,7 @@
 
 #include "attend.h"
 #include "backward.h"
+#include "check.h"
 #include "look.h"
 #include "plan.h"
 #include "statistics.h"
@@ -58,6 +59,9 @@ void attend(const AttendArgs& a, int64_t task, char* scratch) {
 size_t plan_scratch(const PlanArgs& a) { return PlanScratch::carve(a, nullptr, nullptr); }
 void plan(const PlanArgs& a, int64_t task, char* scratch) { Planner(a, task, scratch).run(); }
 
+size_t check_scratch(const PlanArgs& a) { return CheckScratch::carve(a, nullptr, nullptr); }
+void check(const PlanArgs& a, int64_t task, char* scratch) { Checker(a, task, scratch).run(); }
+
 void enter() {
 #ifdef SPARGE_TILES
   TILE_BEGIN();
@@ -70,10 +74,27 @@ void leave() {
 }
 
 constexpr Kernels table(const char* name) {
-  return {
-      name,         enter,          leave,       sum_rows,         statistics,     channels,
-      plan_scratch, plan,           kPlanBlocks, wants_code_sums,  v_tile_bytes,   look_at_block,
-      tile_value,   attend_scratch, attend,      backward_scratch, backward_query, backward_key};
+  return {name,
+          enter,
+          leave,
+          sum_rows,
+          statistics,
+          channels,
+          plan_scratch,
+          plan,
+          kPlanBlocks,
+          check_scratch,
+          check,
+          kMostGroups,
+          wants_code_sums,
+          v_tile_bytes,
+          look_at_block,
+          tile_value,
+          attend_scratch,
+          attend,
+          backward_scratch,
+          backward_query,
+          backward_key};
 }
 
 }  // namespace

@@ -27,6 +27,23 @@ inline void mask_group(const TokenMask& t, const Shape& s, int64_t b, int64_t h,
   const int64_t first_k = i_k * kBlockK;
   out->any = 0;
   out->has_bias = t.type != MaskType::none && t.type != MaskType::boolean;
+  if (t.type == MaskType::none) {
+    // The diagonal alone: of each lane the last key it may attend, counted from the block's first.
+    alignas(64) float last[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      int64_t k =
+          (t.is_causal && i < n_rows && rows[i] + t.offset < s.Lk ? rows[i] + t.offset : s.Lk - 1) -
+          first_k;
+      k = k < -1 ? -1 : k > kBlockK ? kBlockK : k;
+      last[i] = i < n_rows ? float(k) : -1.0f;
+    }
+    const F16 lanes = load(last);
+    for (int j = 0; j < kBlockK; ++j) {
+      out->may[j] = uint16_t(at_least(lanes, all(float(j))));
+      out->any |= out->may[j];
+    }
+    return;
+  }
   const char* head = t.data + b * t.stride_b + h * t.stride_h;
   for (int j = 0; j < kBlockK; ++j) {
     const int64_t k = first_k + j;

@@ -5,9 +5,8 @@
 //   blend  the average of both
 #pragma once
 
-#include "look.h"
+#include "score.h"
 #include "select.h"
-#include "softmax.h"
 
 namespace sparge {
 namespace {
@@ -164,51 +163,19 @@ struct Planner {
   // Exact masses of up to 16 rows, added to those of their query blocks.
   template <Product P>
   void score_rows(const int64_t* row_of, const int64_t* block_of, int n, int* attending) {
-    const char* rows[kLanes];
-    alignas(64) float factor[kLanes] = {};
-    for (int i = 0; i < n; ++i) {
-      rows[i] = a.query.row(b, h, row_of[i]);
-      factor[i] = float(a.softmax_scale * 1.4426950408889634);
-      if (a.q_scale.data) factor[i] = a.q_scale.of(query_head(), row_of[i]) * factor[i];
-    }
-    const int steps = steps_of(P, s.D);
-    pack_queries<P>(a.query, rows, n, s.D, rounds_to_half(a.precision, a.query.dtype), t.queries);
-    if constexpr (is_tile(P))
-      std::memset(t.queries + steps * kLanes, 0, size_t(steps) * kLanes * 4);
-    GroupMask mask;
-    alignas(64) float scales[kBlockK];
+    RowScores<P> rows;
+    rows.begin(a, b, h, row_of, n, t.queries, t.scores);
     F16 row_max = all(-INFINITY);
     int64_t end = 0;  // blocks from here on lie behind every row's diagonal
     for (int64_t j = 0; j < n_k; ++j) {
-      int kind = kOpen;
-      bool some = false;
-      for (int i = 0; i < n; ++i) {
-        const Kind k = a.tokens.kind(s, b, h, first + block_of[i], j);
-        some |= k != kExcluded;
-        kind = k < kind ? int(k) : kind;
-      }
-      if (!some) {
+      const Kind kind = rows.kind(j);
+      if (kind == kExcluded) {
         store(t.most + j * kLanes, all(-INFINITY));
         store(t.sums + j * kLanes, zero());
         continue;
       }
       end = j + 1;
-      const bool masked = kind != kOpen || (j + 1) * kBlockK > s.Lk;
-      if (masked) mask_group(a.tokens, s, b, h, row_of, n, j, &mask);
-      const Words key =
-          key_words<P>(a.key, s, b, h_k, j, rounds_to_half(a.precision, a.key.dtype), t.keys);
-      multiply<P>(key, j, steps);
-      const float* k_scale = nullptr;
-      if (a.k_scale.data) {
-        for (int64_t i = 0; i < kBlockK; ++i) {
-          const int64_t l = j * kBlockK + i < s.Lk ? j * kBlockK + i : s.Lk - 1;
-          scales[i] = a.k_scale.of(key_head(), l);
-        }
-        k_scale = scales;
-      }
-      const F16 most =
-          scale_scores<is_integer(P)>(t.scores, 0, kBlockK, k_scale, load(factor),
-                                      masked ? &mask : nullptr, kLog2e, all(-INFINITY));
+      const F16 most = rows.score(rows.key(j, t.keys), j, kind);
       const F16 shift = select(less(all(-INFINITY), most), most, zero());
       F16 sum = zero();
       for (int i = 0; i < kBlockK; ++i) sum = sum + exp2<6>(load(t.scores + i * kLanes) - shift);
@@ -233,30 +200,9 @@ struct Planner {
       if (total[i] == 0.0f) continue;
       ++attending[block_of[i]];
       // A row that is not finite makes the whole prediction of its block NaN.
-      const float inverse = std::fabs(factor[i]) < INFINITY ? 1.0f / total[i] : NAN;
+      const float inverse = std::fabs(rows.factor[i]) < INFINITY ? 1.0f / total[i] : NAN;
       float* out = t.rows + block_of[i] * stride;
       for (int64_t j = 0; j < end; ++j) out[j] += t.sums[j * kLanes + i] * inverse;
-    }
-  }
-
-  template <Product P>
-  void multiply(const Words& key, int64_t i_k, int steps) {
-    if constexpr (is_tile(P)) {
-      for (int quarter = 0; quarter < 4; ++quarter)
-        tile_scores<P>(key, quarter, t.queries, steps, t.scores, t.scores + kBlockK * kLanes);
-    } else {
-      product<P>(key, kBlockK, t.queries, steps, t.scores, false);
-      if constexpr (P == Product::u8i8) {
-        // Queries were codes + 128.
-        int32_t* sums = reinterpret_cast<int32_t*>(t.scores);
-        const int64_t held = s.Lk - i_k * kBlockK < kBlockK ? s.Lk - i_k * kBlockK : kBlockK;
-        for (int64_t j = 0; j < held; ++j) {
-          const char* codes = a.key.row(b, h_k, i_k * kBlockK + j);
-          int32_t sum = 0;
-          for (int64_t d = 0; d < s.D; ++d) sum += int8_t(codes[d * a.key.stride_d]);
-          for (int i = 0; i < kLanes; ++i) sums[j * kLanes + i] -= 128 * sum;
-        }
-      }
     }
   }
 
@@ -276,6 +222,7 @@ struct Planner {
       some |= mass[j] > 0.0f;
     }
     const bool everything = a.keep == Keep::all || !known || !some || !trusts_row(i);
+    if (a.keep == Keep::error) return write_steps(i_q, row, mass, allowed, everything);
     if (!everything) select_blocks(mass, t.may, n_k, a.keep, a.amount[h], allowed, t.kept);
     int32_t* out = a.indices + row * n_k;
     int32_t n = 0;
@@ -288,17 +235,23 @@ struct Planner {
     for (int64_t j = n; j < n_k; ++j) out[j] = -1;
   }
 
+  // In place of a list: of every block the first step that keeps it, -1 where none may.
+  void write_steps(int64_t i_q, int64_t row, const float* mass, int64_t allowed, bool everything) {
+    int32_t* out = a.indices + row * n_k;
+    if (!everything)
+      first_steps(mass, t.may, n_k, a.masses + h * a.n_steps, a.n_steps,
+                  reinterpret_cast<int32_t*>(t.most), reinterpret_cast<int32_t*>(t.sums), out);
+    for (int64_t j = 0; j < n_k; ++j)
+      out[j] = !t.may[j] ? -1 : everything || a.forced[i_q * n_k + j] ? 0 : out[j];
+    a.allowed[row] = int32_t(allowed);
+  }
+
   void run() {
     if (a.keep != Keep::all) {
       if (a.predictor != Predictor::rows) predict_mean();
-      if (a.predictor != Predictor::mean) {
-        if (a.key.dtype == Dtype::i8)
-          predict_rows<kScoresInt8>();
-        else if (a.precision == Precision::exact || a.key.dtype == Dtype::f16)
-          predict_rows<Product::f32>();
-        else
-          predict_rows<kScoresHalf>();
-      }
+      if (a.predictor != Predictor::mean)
+        with_row_product(
+            a, [&](auto product) { this->template predict_rows<decltype(product)::value>(); });
     }
     for (int64_t i = 0; i < n_blocks; ++i) keep_blocks(i);
   }

@@ -12,6 +12,11 @@ namespace {
 // Marks in `kept` the chosen of the n blocks that may be attended. `mass` is finite and >= 0.
 inline void select_blocks(const float* mass, const uint8_t* may, int64_t n, Keep keep,
                           double amount, int64_t allowed, uint8_t* kept) {
+  if (keep == Keep::mass && amount >= 1.0) {
+    // No mass is nothing, however small: the whole of it takes every block.
+    for (int64_t j = 0; j < n; ++j) kept[j] |= may[j];
+    return;
+  }
   double whole = 0.0;
   for (int64_t j = 0; j < n; ++j)
     if (may[j]) whole += double(mass[j]);
@@ -65,6 +70,38 @@ inline void select_blocks(const float* mass, const uint8_t* may, int64_t n, Keep
     above += double(last);
     ++above_count;
     if (keep == Keep::mass ? above >= target : above_count >= number) break;
+  }
+}
+
+// The first of the rising `masses` whose selection keeps a block, for the n blocks that may be
+// attended; n_steps where none does. `order` and `spare` have room for n numbers each.
+inline void first_steps(const float* mass, const uint8_t* may, int64_t n, const double* masses,
+                        int n_steps, int32_t* order, int32_t* spare, int32_t* out) {
+  int64_t count = 0;
+  for (int64_t j = 0; j < n; ++j)
+    if (may[j]) order[count++] = int32_t(j);
+  // Sorted byte by byte, largest first; each pass keeps the order of equals.
+  for (int shift = 0; shift < 32; shift += 8) {
+    int32_t starts[257] = {};
+    auto bucket = [&](int32_t j) {
+      uint32_t bits;
+      std::memcpy(&bits, mass + j, 4);
+      return 255 - int(bits >> shift & 255);
+    };
+    for (int64_t i = 0; i < count; ++i) ++starts[bucket(order[i]) + 1];
+    for (int i = 0; i < 256; ++i) starts[i + 1] += starts[i];
+    for (int64_t i = 0; i < count; ++i) spare[starts[bucket(order[i])]++] = order[i];
+    int32_t* swapped = order;
+    order = spare;
+    spare = swapped;
+  }
+  double whole = 0.0, before = 0.0;
+  for (int64_t i = 0; i < count; ++i) whole += double(mass[order[i]]);
+  int step = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    while (i && step < n_steps && before >= masses[step] * whole) ++step;
+    out[order[i]] = step;
+    before += double(mass[order[i]]);
   }
 }
 

@@ -71,7 +71,7 @@ rm "$reports"/*
 echo "sanitize: a planted read past the end of a tensor is found"
 
 kernels=(attend plan statistics quantize masks edges nonfinite second_filter varlen properties grad
-  invariance protect native_threads)
+  invariance protect native_threads keep_error)
 code=0
 sanitized "$library" python -m pytest -q --tb=short -n "${SANITIZE_WORKERS:-2}" -p no:cacheprovider \
   ${SANITIZE_TESTS:--k cpu- $(printf 'tests/test_%s.py ' "${kernels[@]}")} || code=$?

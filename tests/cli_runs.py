@@ -7,7 +7,7 @@ import json
 from sparge.attend import reference as reference_attend
 from sparge.cli import main
 
-DEMO = ["demo", "--length", "384", "--heads", "2"]
+DEMO = ["demo", "--synthetic", "--length", "384", "--heads", "2"]
 BENCH = ["bench", "--lengths", "256", "--heads", "2", "--repeat", "1"]
 EXPLAIN = ["explain", "--shape", "1,8,1024,64"]
 WHY = "needs a full moon"

@@ -5,6 +5,7 @@ A backend registered before collection (`pytest -p your_plugin`) is in the suite
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,6 +35,11 @@ BACKENDS = [
     for b in backends()
     for isa in (native.available() if b.name == "cpu" else [""])
 ]
+
+# Inductor imports setuptools, which insists on coming before distutils; some library that lm-eval
+# brings imports that one first.
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401
 
 FIXED = replace(BUILT_IN, measured=True)
 

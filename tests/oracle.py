@@ -166,7 +166,7 @@ def fewest(p: list[float], may: list[bool], mass: float) -> set[int]:
     for j in order:
         kept.add(j)
         reached += p[j]
-        if reached >= mass * whole:
+        if mass < 1 and reached >= mass * whole:
             break
     return kept
 

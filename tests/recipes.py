@@ -47,7 +47,7 @@ def recipes(draw):
         pv_skip=draw(per_head_or_off(numbers(0.0, 1e300, exclude_low=True))),
         precision=draw(st.sampled_from(["int8", "int8-fast", "half", "exact"])),
         sink_blocks=draw(st.integers(0, 10**9)),
-        local_blocks=draw(st.integers(0, 10**9)),
+        local_blocks=draw(st.none() | st.integers(0, 10**9)),
         protect=tuple(draw(st.lists(ranges(), max_size=3))),
         sample_rows=draw(st.integers(1, 128)),
     )

@@ -1,4 +1,4 @@
-"""`sparge`: its messages and exit codes, and `demo`."""
+"""`sparge`: its messages and exit codes, and `demo --synthetic`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 import sparge
 from cli_runs import BENCH, DEMO, EXPLAIN, complaint, run_json, run_text
 from sparge import Recipe, cli
-from sparge.cli import bench, demo, main
-from sparge.cli.demo import BACKEND
+from sparge.cli import bench, main
+from sparge.cli import synthetic_demo as demo
+from sparge.cli.synthetic_demo import BACKEND
 from sparge.report.tables import Column, Table, error, to_json
 from sparge.synthetic import structured_qkv
 
@@ -40,9 +41,9 @@ def test_version_and_help_and_the_module(capsys, monkeypatch):
     [
         ([], "required: command"),
         (["doctor", "--fast"], "unrecognized arguments: --fast"),
-        (["demo", "--length", "0"], "whole number of at least 1, got '0'"),
-        (["demo", "--heads", "many"], "whole number of at least 1, got 'many'"),
-        (["demo", "--seed", "-1"], "seed must be from 0"),
+        (["demo", "--synthetic", "--length", "0"], "whole number of at least 1, got '0'"),
+        (["demo", "--synthetic", "--heads", "many"], "whole number of at least 1, got 'many'"),
+        (["demo", "--synthetic", "--seed", "-1"], "seed must be from 0"),
         (["bench", "--lengths", "256,"], "at least 1, got ''"),
         (["bench", "--head-dims", "64,300"], "--head-dims must be from 8 to 256, got 300"),
         (["bench", "--backends", "magic"], "--backends: there is no 'magic'; there are"),
@@ -132,7 +133,7 @@ def test_demo_measures(capsys):
 
 def test_demo_repeats_a_seed_and_draws_heads_from_first_to_last(capsys):
     def numbers(seed):
-        found = run_json(["demo", "--length", "128", "--heads", "9", "--seed", seed], capsys)
+        found = run_json([*DEMO[:2], "--length", "128", "--heads", "9", "--seed", seed], capsys)
         assert [drawn["head"] for drawn in found["plans"]] == [0, 3, 5, 8]
         return [(row["density"], row["error"]) for row in found["rows"]]
 

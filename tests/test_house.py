@@ -22,13 +22,15 @@ FLOORS = [
     {"errors", "geometry", "files", "picture", "autocast", "arithmetic", "recipe"}
     | {"native", "cpuinfo"},
     {"tokenmask", "qtensor", "call", "blockplan", "scores", "nativeargs", "crossover"},
-    {"check", "cache", "backends", "record"},
+    {"check", "cache", "backends", "record", "profileschema", "profile"},
     {"plan", "quantize", "attend"},
     {"calibrate", "run", "memo"},
     {"ops", "fakes", "merge"},
     {"api", "varlen"},
-    {"__init__", "synthetic"},
-    {"report"},
+    {"canary"},
+    {"integrations"},
+    {"__init__", "synthetic", "zoo", "compat"},
+    {"report", "evaluate", "lm_eval", "tune"},
     {"cli", "__main__"},
 ]
 

@@ -24,7 +24,21 @@ from oracle import (
 )
 from sparge import BlockPlan, KeepAll, KeepFraction, KeepMass, Recipe
 
-BARE = {"sink_blocks": 0, "precision": "exact"}
+BARE = {"sink_blocks": 0, "local_blocks": 0, "precision": "exact"}
+
+
+@pytest.mark.rule("3.5")
+@pytest.mark.parametrize("predictor", ["mean", "rows", "blend"])
+def test_the_whole_mass_is_every_block(backend, predictor):
+    """Also of blocks so far below that fp32 gives them nothing."""
+    query, key, _ = clustered_qkv(L=640)
+    recipe = Recipe(KeepMass(1.0), predictor=predictor)
+    plan = sparge.make_plan(query * 20, key, is_causal=True, recipe=recipe, backend=backend)
+    assert plan.density == 1.0
+    less = Recipe(KeepMass(0.9999), predictor=predictor)
+    assert (
+        sparge.make_plan(query * 20, key, is_causal=True, recipe=less, backend=backend).density < 1
+    )
 
 
 def plan_mask(q, k, recipe, backend, **options):
@@ -237,6 +251,12 @@ def test_sink_and_local_blocks(backend):
     for i in range(6):
         window[i, max(0, 2 * i - 1) : 2 * i + 3] = True
     assert torch.equal(local, bare | window)
+    by_default = [
+        plan_mask(q, k, Recipe(**little, **named), backend, is_causal=True)
+        for named in ({}, {"local_blocks": 1}, {"local_blocks": 0})
+    ]
+    assert torch.equal(by_default[0], by_default[1])
+    assert not torch.equal(by_default[0], by_default[2])
 
 
 @pytest.mark.rule("3.11")

@@ -28,7 +28,7 @@ def test_defaults():
         pv_skip=None,
         precision="int8",
         sink_blocks=1,
-        local_blocks=0,
+        local_blocks=None,
         protect=(),
         sample_rows=4,
     )
@@ -300,9 +300,16 @@ def test_boundaries_of_whole_numbers(name, low, high):
     for bad in (low - 1, *(() if high is None else (high + 1,))):
         with pytest.raises(ValueError, match=f"{name} must be a whole number of at least {low}"):
             Recipe(**{name: bad})
-    for bad in (True, 1.0, "1", None):
+    # Of the window None means something.
+    for bad in (True, 1.0, "1", *(() if name == "local_blocks" else (None,))):
         with pytest.raises(TypeError, match=f"{name} must be a whole number.*{bad}"):
             Recipe(**{name: bad})
+
+
+def test_the_window_of_a_causal_call_is_one_block_unless_it_is_named():
+    assert [Recipe().window(causal) for causal in (True, False)] == [1, 0]
+    for named in (0, 3):
+        assert [Recipe(local_blocks=named).window(c) for c in (True, False)] == [named] * 2
 
 
 @quick

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_a_stage_is_timed_on_its_own_device(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     with sparge.record():
         for device in ("cpu", "meta", "cuda:1"):
-            watch = Stopwatch(None, None, torch.device(device))
+            watch = Stopwatch(SimpleNamespace(label=""), None, torch.device(device))
             with watch.stage("attend"):
                 pass
     assert waited == [torch.device("cuda:1")] * 2
@@ -132,7 +133,6 @@ def test_inference_mode():
 def coarse(monkeypatch):
     """A backend with one scale per 32 queries and 64 keys, as kernels on GPUs like it."""
     import sys
-    from types import SimpleNamespace
 
     def quantize(*args, **kwargs):
         return slow.quantize(*args, q_rows_per_scale=32, k_rows_per_scale=64, **kwargs)

@@ -1,13 +1,19 @@
 """Universal, training-free, sparse and quantized attention."""
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from .api import attend, attention, explain, make_plan, sampled_error
 from .backends import Backend, Choice, register_backend
 from .blockplan import BlockPlan
+from .canary import output_error
 from .errors import Unsupported
 from .geometry import BLOCK_K, BLOCK_Q
+from .integrations import accelerate
 from .merge import merge
+from .profile import Profile
 from .qtensor import QTensor
-from .recipe import KeepAll, KeepFraction, KeepMass, Recipe
+from .recipe import KeepAll, KeepError, KeepFraction, KeepMass, Recipe
 from .record import Run, record
 from .varlen import attention_varlen
 
@@ -20,19 +26,30 @@ __all__ = [
     "BlockPlan",
     "Choice",
     "KeepAll",
+    "KeepError",
     "KeepFraction",
     "KeepMass",
+    "Profile",
     "QTensor",
     "Recipe",
     "Run",
     "Unsupported",
+    "accelerate",
     "attend",
     "attention",
     "attention_varlen",
     "explain",
     "make_plan",
     "merge",
+    "output_error",
     "record",
     "register_backend",
     "sampled_error",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """The parts that are imported when they are first named."""
+    if name in ("compat", "tune", "zoo"):
+        return _import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,6 +40,7 @@ def attention(
     block_mask: Tensor | None = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
+    label: str = ...,
 ) -> Tensor: ...
 
 
@@ -58,6 +59,7 @@ def attention(
     block_mask: Tensor | None = ...,
     backend: str = ...,
     return_lse: Literal[True],
+    label: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -76,6 +78,7 @@ def attention(
     block_mask: Tensor | None = ...,
     backend: str = ...,
     return_lse: bool,
+    label: str = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -93,6 +96,7 @@ def attention(
     block_mask: Tensor | None = None,
     backend: str = AUTO,
     return_lse: bool = False,
+    label: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sparse attention in place of `F.scaled_dot_product_attention`.
 
@@ -104,6 +108,7 @@ def attention(
     block_mask: bool, broadcastable to `[B, Hq, n_q, n_k]`: exactly these blocks are computed.
     backend: `"auto"` may route to dense attention where that is faster; a name is obeyed or
     refused, never replaced.
+    label: a name for the call in the record, such as its layer's.
 
     Returns a tensor of the input dtype, or `(out, lse)` with the natural-log LSE `[B, Hq, Lq]`.
     """
@@ -121,6 +126,7 @@ def attention(
         recipe=recipe,
         backend=backend,
         return_lse=return_lse,
+        label=label,
     )
     mask, blocks = as_4d(attn_mask), as_4d(block_mask)
     dense = call.needs_grad and choice.backend == DENSE
@@ -132,7 +138,16 @@ def attention(
         )
     elif torch.compiler.is_compiling() or wants_op(query) or (call.needs_grad and not dense):
         out, lse, *_ = torch.ops.sparge.attention(
-            query, key, value, mask, blocks, *call_facts(call), return_lse, call.needs_grad, backend
+            query,
+            key,
+            value,
+            mask,
+            blocks,
+            *call_facts(call),
+            return_lse,
+            call.needs_grad,
+            backend,
+            label,
         )
     else:
         # The same work without the dispatcher, whose cost short calls would feel.
@@ -157,14 +172,19 @@ def make_plan(
     recipe: Recipe | None = None,
     block_mask: Tensor | None = None,
     backend: str = AUTO,
+    value: Tensor | None = None,
 ) -> BlockPlan:
-    """The first half of `attention`: which key blocks each query block will read."""
+    """The first half of `attention`: which key blocks each query block will read.
+
+    `KeepError` reads the value, to measure what skipping does; no other recipe does.
+    """
     query, key = map(_detached, as_autocast(query, key))
+    value = None if value is None else _detached(as_autocast(value)[0])
     attn_mask = _detached(attn_mask)
     call = check_call(
         query,
         key,
-        None,
+        value,
         attn_mask=attn_mask,
         is_causal=is_causal,
         scale=scale,
@@ -176,7 +196,8 @@ def make_plan(
         planning=True,
     )
     mask = as_4d(attn_mask)
-    plan = torch.ops.sparge.plan(query, key, mask, as_4d(block_mask), *call_facts(call), backend)
+    masks = (mask, as_4d(block_mask))
+    plan = torch.ops.sparge.plan(query, key, *masks, *call_facts(call), backend, value)
     made = ops.plan_of_tensors(plan, call, mask)
     return made if torch.compiler.is_compiling() else made.trust()
 

@@ -32,6 +32,7 @@ class BlockPlan:
     counts: blocks kept in each row; indices: those blocks, ascending, then -1.
     allowed: blocks the row may attend at all, the whole that densities are counted over.
     has_mask: made with an `attn_mask`, which must then be given to `attend` too.
+    error: what `KeepError` measured, fp64 `[B, Hq]`; no part of what is saved and compared.
     """
 
     counts: Tensor
@@ -42,6 +43,7 @@ class BlockPlan:
     is_causal: bool = False
     causal_align: str = "top_left"
     has_mask: bool = False
+    error: Tensor | None = None
 
     @classmethod
     def from_mask(
@@ -226,7 +228,9 @@ class BlockPlan:
 
     def to(self, device: torch.device | str) -> BlockPlan:
         """The plan on another device; a loaded plan is on the CPU."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
+        error = None if self.error is None else self.error.to(device)
+        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        return replace(self, **moved, error=error)
 
     def equal(self, other: BlockPlan) -> bool:
         """The same blocks for the same lengths and diagonal, on one device; as `==` says."""
@@ -288,7 +292,7 @@ def _check_facts(
         )
 
 
-def plan_of(kept: Tensor, tokens: TokenMask) -> BlockPlan:
+def plan_of(kept: Tensor, tokens: TokenMask, *, error: Tensor | None = None) -> BlockPlan:
     """The plan of a bool map `[B, Hq, n_q, n_k]`; blocks that nothing may attend are dropped."""
     may = (tokens.block_kinds(kept.device) != EXCLUDED).expand_as(kept)
     counts, indices = _lists(kept & may)
@@ -298,6 +302,7 @@ def plan_of(kept: Tensor, tokens: TokenMask) -> BlockPlan:
         "is_causal": tokens.is_causal,
         "causal_align": tokens.causal_align,
         "has_mask": tokens.attn_mask is not None,
+        "error": error,
     }
     return BlockPlan(counts, indices, may.sum(-1, dtype=torch.int32), **facts).trust()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from . import native
 from .cpuinfo import cpu_name
 from .crossover import Cost, Crossover, names
 from .files import replace_file
@@ -109,7 +110,7 @@ def _parse(text: str, key: Mapping[str, str]) -> Crossover:
 def native_build() -> str:
     """Size and time of the library's file; "" where there is none."""
     try:
-        facts = (Path(__file__).parent / "_cpu.so").stat()
+        facts = Path(native.library() or "").stat()
     except OSError:
         return ""
     return f"{facts.st_size}-{facts.st_mtime_ns}"

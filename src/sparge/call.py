@@ -29,6 +29,8 @@ class Call:
     has_block_mask: bool = False
     return_lse: bool = False
     needs_grad: bool = False
+    label: str = ""
+    """The caller's name for the call, for the record."""
 
     @property
     def n_q(self) -> int:

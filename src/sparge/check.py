@@ -19,7 +19,7 @@ from .backends import AUTO, DENSE
 from .blockplan import BlockPlan
 from .call import Call
 from .geometry import BLOCK_K, BLOCK_Q, CAUSAL_ALIGNS, MAX_HEAD_DIM, n_blocks
-from .recipe import DEFAULT, KeepFraction, KeepMass, Recipe
+from .recipe import DEFAULT, KeepError, KeepFraction, KeepMass, Recipe
 from .tokenmask import broadcasts, check_mask
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -39,6 +39,7 @@ def check_call(
     block_mask: Tensor | None = None,
     backend: str = AUTO,
     return_lse: bool = False,
+    label: str = "",
     planning: bool = False,
 ) -> Call:
     """The call as a noun, or an error. Planning has no value; Dv is then taken to be D."""
@@ -74,7 +75,14 @@ def check_call(
     ):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
+    if not isinstance(label, str):
+        raise TypeError(f"label must be a string, got {label!r}")
     recipe = check_recipe(recipe, Hq)
+    if isinstance(recipe.keep, KeepError) and value is None and block_mask is None:
+        raise ValueError(
+            "KeepError measures what skipping does to the output, so a plan by it needs the value; "
+            "give make_plan(..., value=value), or use KeepMass"
+        )
     if attn_mask is not None:
         dtypes = (torch.bool, torch.float32, query.dtype)
         check_mask(attn_mask, (B, Hq, Lq, Lk), device=query.device, dtypes=dtypes)
@@ -97,6 +105,7 @@ def check_call(
         has_mask=attn_mask is not None,
         has_block_mask=block_mask is not None,
         return_lse=return_lse,
+        label=label,
         needs_grad=_check_grad(tensors, attn_mask, recipe, backend),
     )
 
@@ -186,6 +195,8 @@ def check_recipe(recipe: Recipe | None, Hq: int) -> Recipe:
         amount = recipe.keep.mass
     elif isinstance(recipe.keep, KeepFraction):
         amount = recipe.keep.fraction
+    elif isinstance(recipe.keep, KeepError):
+        amount = recipe.keep.max_error
     for name, each in (
         ("keep", amount),
         ("min_similarity", recipe.min_similarity),

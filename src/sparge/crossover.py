@@ -16,7 +16,7 @@ import torch
 
 from .call import Call
 from .geometry import BLOCK_K, BLOCK_Q, diagonal_offset
-from .recipe import PRECISIONS, KeepAll, KeepFraction, Recipe, heads_of
+from .recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, Recipe, heads_of
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
@@ -172,7 +172,11 @@ def expected_density(call: Call) -> float:
         return _mean(heads_of(keep.fraction, call.Hq, none=1.0))
     row_blocks = block_pairs(call) / (call.Lq * BLOCK_K)
     few = min(1.0, FEW_BLOCKS / max(row_blocks, 1.0))
-    return _mean(_of_mass(mass, few) for mass in heads_of(keep.mass, call.Hq, none=1.0))
+    if isinstance(keep, KeepError):
+        masses = [1.0 - error for error in heads_of(keep.max_error, call.Hq, none=0.0)]
+    else:
+        masses = heads_of(keep.mass, call.Hq, none=1.0)
+    return _mean(_of_mass(mass, few) for mass in masses)
 
 
 def _of_mass(mass: float, few: float) -> float:
@@ -181,10 +185,12 @@ def _of_mass(mass: float, few: float) -> float:
 
 
 def _sampled_share(recipe: Recipe) -> float:
-    """Rows that are scored exactly to predict, of each query block; about as dear as kept ones."""
+    """Rows that are scored exactly to predict, of each query block, and one that `KeepError` checks
+    at most; about as dear as kept ones."""
     if isinstance(recipe.keep, KeepAll) or recipe.predictor == "mean":
         return 0.0
-    return min(recipe.sample_rows, BLOCK_Q) / BLOCK_Q
+    rows = min(recipe.sample_rows, BLOCK_Q) + isinstance(recipe.keep, KeepError)
+    return rows / BLOCK_Q
 
 
 def _mean(numbers: Iterable[float]) -> float:

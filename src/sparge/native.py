@@ -21,11 +21,16 @@ ISAS = ("amx", "avx512", "avx2", "portable", "tiles")
 FOR_TESTS = ("tiles",)
 
 
+def library() -> str | None:
+    """The file of the native library, wherever the package was installed; None without one."""
+    spec = importlib.util.find_spec("sparge._cpu")
+    return os.environ.get(ENV_LIBRARY) or (spec.origin if spec else None)
+
+
 @lru_cache(maxsize=1)
 def _found() -> tuple[Any, str | None]:
     """`(ops, None)`, or `(None, why there are none)`."""
-    spec = importlib.util.find_spec("sparge._cpu")
-    path = os.environ.get(ENV_LIBRARY) or (spec and spec.origin)
+    path = library()
     if not path:
         return None, "the native library was not built for this platform"
     try:

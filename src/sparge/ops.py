@@ -36,8 +36,8 @@ from .run import (
 _CALL = "bool is_causal, str causal_align, float scale, str recipe"
 _library = torch.library.Library("sparge", "DEF")
 _library.define(
-    f"plan(Tensor query, Tensor key, Tensor? attn_mask, Tensor? block_mask, {_CALL}, str backend)"
-    " -> (Tensor counts, Tensor indices, Tensor allowed)"
+    f"plan(Tensor query, Tensor key, Tensor? attn_mask, Tensor? block_mask, {_CALL}, str backend,"
+    " Tensor? value=None) -> (Tensor counts, Tensor indices, Tensor allowed)"
 )
 _library.define(
     f"quantize(Tensor query, Tensor key, Tensor value, {_CALL}, str backend)"
@@ -63,7 +63,7 @@ _library.define(
 )
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? block_mask,"
-    f" {_CALL}, bool return_lse, bool needs_grad, str backend)"
+    f" {_CALL}, bool return_lse, bool needs_grad, str backend, str label='')"
     " -> (Tensor out, Tensor lse, Tensor counts, Tensor indices, Tensor allowed)"
 )
 _library.define(
@@ -82,6 +82,7 @@ def call_of(
     recipe: str,
     *,
     dtype: torch.dtype | None = None,
+    label: str = "",
     **facts: bool,
 ) -> Call:
     B, Hq, Lq, D = query.shape
@@ -99,6 +100,7 @@ def call_of(
         recipe=recipe_from_json(recipe),
         is_causal=is_causal,
         causal_align=causal_align,
+        label=label,
         **facts,
     )
 
@@ -126,11 +128,12 @@ def _plan(
     scale: float,
     recipe: str,
     backend: str,
+    value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = call_of(
         query,
         key,
-        query.shape[3],
+        query.shape[3] if value is None else value.shape[3],
         is_causal,
         causal_align,
         scale,
@@ -138,7 +141,7 @@ def _plan(
         has_mask=attn_mask is not None,
         has_block_mask=block_mask is not None,
     )
-    plan = run_plan(query, key, attn_mask, block_mask, call, backend=backend)
+    plan = run_plan(query, key, attn_mask, block_mask, call, backend=backend, value=value)
     return plan.counts, plan.indices, plan.allowed
 
 
@@ -272,6 +275,7 @@ def _attention(
     return_lse: bool,
     needs_grad: bool,
     backend: str,
+    label: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = call_of(
         query,
@@ -285,6 +289,7 @@ def _attention(
         has_block_mask=block_mask is not None,
         return_lse=return_lse,
         needs_grad=needs_grad,
+        label=label,
     )
     choice = choose(host(), call, backend)
     done = run_attention(query, key, value, attn_mask, block_mask, call, choice)
@@ -335,7 +340,7 @@ def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> 
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, attn_mask, _, *facts, _, _, backend = inputs
+    query, key, value, attn_mask, _, *facts, _, _, backend, _ = inputs
     ctx.facts = (*facts, backend)
     out, _, *plan = output
     ctx.mark_non_differentiable(*plan)
@@ -343,9 +348,9 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 
 def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Any, ...]:
-    """For `attend` and `attention` alike: both have nine arguments behind query, key, value."""
+    """For `attend` and `attention` alike; what stands behind query, key, value has none."""
     grads = torch.ops.sparge.attend_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.facts)
-    return (*grads, *(None,) * 9)
+    return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 
 def _or_fake(impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """NOUN what the user wants: how much to keep, how it is predicted, the precision, what is safe.
 
 A recipe is frozen, compares by value, prints itself, and goes to JSON and back without loss.
-`mass`, `fraction`, `min_similarity` and `pv_skip` are one number for all heads or one per head.
+`mass`, `fraction`, `max_error`, `min_similarity` and `pv_skip` are one number for all heads or one
+per head.
 """
 
 from __future__ import annotations
@@ -88,24 +89,46 @@ class KeepFraction:
 
 
 @dataclass(frozen=True)
+class KeepError:
+    """Keep as few key blocks as a relative L1 error of `max_error` allows, measured in every call.
+
+    Predictor `"blend"` only. No tuning: each head starts at mass `1 - max_error`, and keeps more or
+    fewer by what skipping does to rows that the prediction has not seen.
+    """
+
+    max_error: PerHead = 0.05
+
+    def __post_init__(self) -> None:
+        max_error = _check_each(
+            self.max_error,
+            "KeepError max_error",
+            "greater than 0 and less than 1 (for no error at all there is KeepAll())",
+            lambda error: 0.0 < error < 1.0,
+        )
+        object.__setattr__(self, "max_error", max_error)
+
+
+@dataclass(frozen=True)
 class KeepAll:
     """Keep every key block that may be attended."""
 
 
-Keep = KeepMass | KeepFraction | KeepAll
+Keep = KeepMass | KeepFraction | KeepError | KeepAll
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How one attention call is made sparse and in what precision it runs.
 
-    keep: `KeepMass`, `KeepFraction` or `KeepAll`.
+    keep: `KeepMass`, `KeepFraction`, `KeepError` or `KeepAll`.
     predictor: `"mean"` (pooled tokens), `"rows"` (a few exact rows) or `"blend"` (both).
     min_similarity: `"mean"` only; blocks less self-similar than this are always computed.
     pv_skip: second filter; a row group skips a block this far (natural log) below its maximum.
     precision: `"int8"`, `"int8-fast"`, `"half"` or `"exact"`.
     sink_blocks: this many first key blocks are always kept.
-    local_blocks: this many key blocks to each side of the query block's own are always kept.
+    local_blocks: this many key blocks to each side of the query block's own are always kept; None
+    is 1 in a causal call, whose sampled rows cannot see what the first rows have just before them,
+    and 0 in others.
     protect: token ranges `(start, stop)`, sliced like Python, kept as keys and as queries.
     sample_rows: how many rows of each query block `"rows"` and `"blend"` score exactly.
     """
@@ -116,17 +139,22 @@ class Recipe:
     pv_skip: PerHeadOrOff = None
     precision: str = "int8"
     sink_blocks: int = 1
-    local_blocks: int = 0
+    local_blocks: int | None = None
     protect: tuple[tuple[int, int | None], ...] = ()
     sample_rows: int = 4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.keep, KeepMass | KeepFraction | KeepAll):
+        if not isinstance(self.keep, KeepMass | KeepFraction | KeepError | KeepAll):
             raise TypeError(
-                f"keep must be KeepMass, KeepFraction or KeepAll, got {self.keep!r}; "
+                f"keep must be KeepMass, KeepFraction, KeepError or KeepAll, got {self.keep!r}; "
                 "for a number write KeepMass(number)"
             )
         _one_of("predictor", self.predictor, PREDICTORS)
+        if isinstance(self.keep, KeepError) and self.predictor != "blend":
+            raise ValueError(
+                f"KeepError needs predictor 'blend', whose mass says what an error costs; got "
+                f"{self.predictor!r}; leave predictor out, or use KeepMass"
+            )
         _one_of("precision", self.precision, PRECISIONS)
         similarity = _check_each(
             self.min_similarity,
@@ -152,12 +180,17 @@ class Recipe:
             ("local_blocks", 0, None),
             ("sample_rows", 1, 128),
         ):
-            object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
+            if name != "local_blocks" or self.local_blocks is not None:
+                object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
         object.__setattr__(self, "min_similarity", similarity)
         object.__setattr__(self, "pv_skip", pv_skip)
         object.__setattr__(self, "protect", _ranges(self.protect))
         # Kept ready, because a compiled graph can read a string but not make JSON.
         object.__setattr__(self, "_json", json.dumps(self.to_dict()))
+
+    def window(self, is_causal: bool) -> int:
+        """`local_blocks` as a number."""
+        return int(is_causal) if self.local_blocks is None else self.local_blocks
 
     @property
     def quantized(self) -> bool:
@@ -252,6 +285,8 @@ def _keep_to_dict(keep: Keep) -> Any:
         return {"mass": _plain(keep.mass)}
     if isinstance(keep, KeepFraction):
         return {"fraction": _plain(keep.fraction)}
+    if isinstance(keep, KeepError):
+        return {"error": _plain(keep.max_error)}
     return "all"
 
 
@@ -262,7 +297,12 @@ def _keep_from_dict(data: Any) -> Keep:
         return KeepMass(data["mass"])
     if isinstance(data, dict) and list(data) == ["fraction"]:
         return KeepFraction(data["fraction"])
-    raise ValueError(f'keep must be "all", {{"mass": ...}} or {{"fraction": ...}}; got {data!r}')
+    if isinstance(data, dict) and list(data) == ["error"]:
+        return KeepError(data["error"])
+    raise ValueError(
+        'keep must be "all", {"mass": ...}, {"fraction": ...} or {"error": ...}; '
+        f"got {data!r}"
+    )
 
 
 DEFAULT = Recipe()

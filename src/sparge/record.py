@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from .call import Call
 from .recipe import Recipe
 
 _collectors: ContextVar[tuple[list[Run], ...]] = ContextVar("sparge_record", default=())
+_watchers: dict[str, Callable[[Run], None]] = {}
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,10 @@ class Run:
     routed_to_dense: `auto` gave the call to dense attention; `reason` says why.
     seconds: time of each stage, and their `total`. kept, allowed: blocks over all heads.
     pv_skips, pv_groups: row groups x kept blocks that the second filter skipped, and all of them.
-    parts: of a varlen call, one run for each sequence.
+    parts: of a varlen call, one run for each sequence. label: the caller's name for the call.
+    kept_by_head, allowed_by_head, pv_skips_by_head: the same counts, one for each query head, over
+    the batch; empty where dense attention ran.
+    error_by_head: what `KeepError` measured, of the batch the largest; None without it.
     """
 
     what: str
@@ -43,11 +47,22 @@ class Run:
     pv_groups: int
     seconds: dict[str, float] = field(default_factory=dict)
     parts: tuple[Run, ...] = ()
+    label: str = ""
+    kept_by_head: tuple[int, ...] = ()
+    allowed_by_head: tuple[int, ...] = ()
+    pv_skips_by_head: tuple[int, ...] = ()
+    error_by_head: tuple[float, ...] | None = None
 
     @property
     def density(self) -> float:
         """Kept blocks / allowed blocks."""
         return self.kept / self.allowed if self.allowed else 1.0
+
+    @property
+    def density_by_head(self) -> tuple[float, ...]:
+        """Kept blocks / allowed blocks of each query head; empty where dense attention ran."""
+        pairs = zip(self.kept_by_head, self.allowed_by_head, strict=True)
+        return tuple(kept / allowed if allowed else 1.0 for kept, allowed in pairs)
 
     @property
     def pv_skipped(self) -> float:
@@ -94,21 +109,35 @@ def apart() -> Iterator[list[Run]]:
         _collectors.reset(token)
 
 
-def recording() -> bool:
-    return bool(_collectors.get())
+def watch(label: str, callback: Callable[[Run], None]) -> None:
+    """Call back with every run of this label, from any thread and from compiled graphs too."""
+    if not label or label in _watchers:
+        raise ValueError(f"a label is watched once and is not empty, got {label!r}")
+    _watchers[label] = callback
+
+
+def unwatch(label: str) -> None:
+    _watchers.pop(label, None)
+
+
+def recording(label: str = "") -> bool:
+    return bool(_collectors.get()) or (bool(label) and label in _watchers)
 
 
 def note(run: Run | None) -> None:
     if run is not None:
         for runs in _collectors.get():
             runs.append(run)
+        watcher = _watchers.get(run.label)
+        if watcher is not None:
+            watcher(run)
 
 
 class Stopwatch:
     """Times the stages of a call, waiting for the device; does nothing while not recording."""
 
     def __init__(self, call: Call, choice: Choice, device: torch.device) -> None:
-        self.active = recording()
+        self.active = recording(call.label)
         self.call, self.choice, self.device = call, choice, device
         self.seconds: dict[str, float] = {}
 

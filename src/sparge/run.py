@@ -58,7 +58,7 @@ def run_attention(
             plan, operands = _plan_and_quantize(query, key, value, tokens, call, chosen, watch)
         else:
             with watch.stage("plan"):
-                plan = _plan(query, key, tokens, block_mask, call, chosen)
+                plan = _plan(query, key, value, tokens, block_mask, call, chosen)
             with watch.stage("quantize"):
                 operands = _quantize(query, key, value, call, chosen)
         watch.choice = route_by_plan(plan, call, choice)
@@ -151,12 +151,14 @@ def run_plan(
     call: Call,
     *,
     backend: str,
+    value: Tensor | None = None,
 ) -> BlockPlan:
     choice = choose(host(), call, backend, dense_ok=False)
     watch = Stopwatch(call, choice, query.device)
     with _undisturbed(call.device), watch.stage("plan"):
         tokens = tokens_of(call, attn_mask)
-        plan = _plan(query, key, tokens, block_mask, call, get_backend(choice.backend))
+        chosen = get_backend(choice.backend)
+        plan = _plan(query, key, value, tokens, block_mask, call, chosen)
     note(run_of("make_plan", watch, plan))
     return plan
 
@@ -210,7 +212,16 @@ def run_of(
         allowed=int(plan.allowed.sum()),
         pv_skips=0 if pv_skips is None else int(pv_skips.sum()),
         pv_groups=plan.pv_groups,
+        kept_by_head=_by_head(plan.counts),
+        allowed_by_head=_by_head(plan.allowed),
+        pv_skips_by_head=() if pv_skips is None else _by_head(pv_skips),
+        error_by_head=None if plan.error is None else tuple(plan.error.amax(0).tolist()),
     )
+
+
+def _by_head(counts: Tensor) -> tuple[int, ...]:
+    """`[B, Hq, n_q]` to one number for each query head."""
+    return tuple(counts.sum((0, 2)).tolist())
 
 
 def _run_dense(
@@ -240,6 +251,7 @@ def _run(what: str, watch: Stopwatch, **facts: Any) -> Run:
     return Run(
         what=what,
         call=str(watch.call),
+        label=watch.call.label,
         backend=choice.backend,
         reason=choice.reason,
         routed_to_dense=choice.routed_to_dense,
@@ -272,6 +284,10 @@ def run_together(call: Call, runs: list[Run]) -> Run | None:
         allowed=allowed,
         pv_skips=sum(run.pv_skips for run in runs),
         pv_groups=sum(run.pv_groups for run in runs),
+        kept_by_head=(),
+        allowed_by_head=(),
+        pv_skips_by_head=(),
+        error_by_head=None,
         seconds={name: sum(run.seconds.get(name, 0.0) for run in runs) for name in stages},
         parts=tuple(runs),
     )
@@ -280,6 +296,7 @@ def run_together(call: Call, runs: list[Run]) -> Run | None:
 def _plan(
     query: Tensor,
     key: Tensor,
+    value: Tensor | None,
     tokens: TokenMask,
     block_mask: Tensor | None,
     call: Call,
@@ -293,6 +310,7 @@ def _plan(
         scale=call.scale,
         recipe=call.recipe,
         backend=backend,
+        value=value,
     )
 
 
@@ -312,7 +330,7 @@ def _plan_and_quantize(
         )
     with watch.stage("plan"):
         plan = backend.stage("plan").plan_from(
-            operands, statistics, tokens, scale=call.scale, recipe=call.recipe
+            operands, statistics, tokens, scale=call.scale, recipe=call.recipe, value=value
         )
     return plan, operands
 

@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 
 OK, BAD_ANSWER, MISTAKE, UNSUPPORTED, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = {
-    "demo": "sparse attention on structured inputs: plans, densities and the three errors",
+    "demo": "a real model reads a long document, dense and sparse side by side; writes a page",
     "doctor": "what this machine has, which backends serve it, and a self-check that runs",
     "explain": "which backend a call would get, and why each other would not",
+    "eval": "what a language model gains and what it costs: time, perplexity, needle, error",
+    "trace": "save a model's queries, keys and values on real texts, to tune by elsewhere",
+    "tune": "find every head's settings under two error bounds; writes a profile",
+    "profile": "show, compare or check a tuned profile",
     "bench": "our attention beside torch's and FlexAttention's, stage by stage, in one run",
 }
 PIPE_WIDTH = 132

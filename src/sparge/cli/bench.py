@@ -39,17 +39,20 @@ from . import (
     whole,
     wholes,
 )
+from .bench_tune import add_tune_arguments, run_tune
 
 FORMAT = "sparge.bench/2"
 LENGTHS = [1024, 4096, 8192]
 FULL_LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
 HEAD_DIMS = [64, 128]
+WHAT = "attention (default): kernels beside torch's; tune: our search beside the paper's"
 QUIET_SECONDS = 60.0
 """A run expected to take longer says so, also where no bar can be drawn."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("what", nargs="?", choices=["attention", "tune"], default="attention", help=WHAT)
     add("--lengths", type=wholes, help="default: 1024,4096,8192; with --full from 1024 to 32768")
     add("--full", action="store_true", help="every length, with 1 and with all threads; hours")
     add("--heads", type=whole, default=4, help="default: %(default)s")
@@ -61,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--contenders", type=words, default=[], metavar="WORD,…", help="names that contain one")
     add_json(parser)
     add_output(parser)
+    add_tune_arguments(parser)
 
 
 def words(text: str) -> list[str]:
@@ -69,6 +73,8 @@ def words(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     check_output(args.output)
+    if args.what == "tune":
+        return run_tune(args)
     check_arguments(args)
     taking_part = entries(args.backends, args.contenders)
     checks = [*check_backends(), *check_sparse(args.backends)]

@@ -1,216 +1,220 @@
-"""`sparge demo`: what sparse attention does to structured inputs, and what each part costs."""
+"""`sparge demo`: a real model reads one long document, dense and with sparge; and a page of it.
+
+`--synthetic` is the demo without a model: plans, densities and errors on structured inputs.
+"""
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
-from torch import Tensor
+import torch
 
-from .. import native
-from ..api import attend, attention, explain, make_plan
-from ..backends import get_backend
-from ..blockplan import BlockPlan
-from ..recipe import DEFAULT, KeepAll, KeepFraction, KeepMass, Recipe
-from ..record import record
-from ..report.machine import load_average, load_text, machine, machine_line, versions
-from ..report.measure import cosine_similarity, dense_fp64, relative_l1
-from ..report.tables import Column, Table, cosine, error, milliseconds, share
-from ..synthetic import structured_qkv
-from . import OK, add_json, add_output, check_output, console, deliver, progress, show_table, whole
-
-# The first that computes sparse attention here: the native core, where it was built.
-BACKEND = "cpu" if native.why_missing() is None else "reference"
-RECIPES = {
-    "keep all, exact": Recipe(keep=KeepAll(), precision="exact"),
-    "keep all, int8": Recipe(keep=KeepAll()),
-    "default": DEFAULT,
-    "mass 0.95": Recipe(keep=KeepMass(0.95)),
-    "fraction 0.3": Recipe(keep=KeepFraction(0.3)),
-    "mean, min_similarity 0.4": Recipe(predictor="mean", min_similarity=0.4),
-    "default, pv_skip 5": Recipe(pv_skip=5.0),
-}
-COLUMNS = (
-    Column("recipe_name", "recipe"),
-    Column("density", "density", share),
-    Column("sparsity", "sparsity", share),
-    Column("pv_skipped", "PV\nskipped", share),
-    Column("error", "error\n(rel. L1)", error),
-    Column("quantization_error", "quantization\nerror", error),
-    Column("sparsity_error", "sparsity\nerror", error),
-    Column("cosine", "cosine", cosine),
-    Column("seconds", "ms", milliseconds),
+from ..errors import Unsupported
+from ..files import replace_file
+from ..recipe import DEFAULT
+from . import (
+    OK,
+    add_json,
+    check_output,
+    console,
+    deliver,
+    show_table,
+    synthetic_demo,
+    whole,
 )
-PICTURES = 4
-PICTURES_PER_ROW = 2
-PICTURE_WIDTH = 32
-Inputs = tuple[Tensor, Tensor, Tensor]
+from .eval import place
+from .explain import read_recipe
+
+if TYPE_CHECKING:
+    from ..evaluate.sidebyside import Prepared
+    from ..report.showcase import Showcase
+
+MODEL, TEXT, TOKENS, PAGE = "smollm2-135m-instruct", "essays", 7500, "report.html"
+DTYPES = ("auto", "float32", "bfloat16")
+OF_MODEL = {
+    "tokens": TOKENS,
+    "recipe": None,
+    "model": MODEL,
+    "text": TEXT,
+    "repeats": 1,
+    "dtype": DTYPES[0],
+}
+OF_SYNTHETIC = {"length": 2048, "heads": 4}
+STEPS = 4
+"""Of a run, beside its prefills: loading, warming up, perplexity, true attention."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--length", type=whole, default=2048, help="default: %(default)s")
-    parser.add_argument("--heads", type=whole, default=4, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    # Defaults are filled in later: an argument of the other demo is then seen, and refused.
+    add = parser.add_argument
+    add("--tokens", type=whole, help=f"of the document and its question; default: {TOKENS}")
+    add("--recipe", metavar="JSON", help="a JSON object, or a file that holds one")
+    add("--model", metavar="NAME|DIR", help=f"of the zoo, or a directory; default: {MODEL}")
+    add("--text", metavar="NAME|FILE", help=f"of the zoo, or a file; default: {TEXT}")
+    add("--repeats", type=whole, metavar="N", help="prefills of each; default: 1")
+    add("--dtype", choices=DTYPES, help="of the model; default: auto, the faster one here")
+    add("--seed", type=int, default=0, help="of needle or inputs; default: %(default)s")
+    add(
+        *("-o", "--output"),
+        dest="target",
+        metavar="FILE",
+        help=f"the page; default: {PAGE}. With --synthetic, the JSON document",
+    )
     add_json(parser)
-    add_output(parser)
+    add("--synthetic", action="store_true", help="structured inputs: no model, no network")
+    add("--length", type=whole, help="with --synthetic: tokens; default: 2048")
+    add("--heads", type=whole, help="with --synthetic: default: 4")
 
 
 def run(args: argparse.Namespace) -> int:
-    check_output(args.output)
-    document = measure(length=args.length, heads=args.heads, seed=args.seed)
-    deliver(document, args, lambda: show(document))
+    fill_in(args)
+    if args.synthetic:
+        args.output = args.target
+        return synthetic_demo.run(args)
+    page = args.target or PAGE
+    check_output(page)
+    recipe = None if args.recipe is None else read_recipe(args.recipe)
+    # Heavy libraries are behind these; a mistake above needs none of them.
+    from ..report.page import page_of
+    from ..report.pictures import pictures_of, require
+
+    require()
+    prepared = prepare(args)
+    show = measure(args, prepared, recipe)
+    replace_file(page, page_of(show, pictures_of(show)).encode())
+    deliver(show.to_dict(), args, lambda: print_table(show, page))
     return OK
 
 
-def measure(*, length: int, heads: int, seed: int) -> dict[str, Any]:
-    """Everything the demo shows, as data."""
-    load = load_average()
-    kv_heads = heads if heads % 2 else heads // 2
-    inputs = structured_qkv(Hq=heads, Hk=kv_heads, L=length, seed=seed)
-    truth = dense_fp64(*inputs, is_causal=True)
-    rows = []
-    with progress("measuring recipes", len(RECIPES)) as step:
-        for name, recipe in RECIPES.items():
-            rows.append({"recipe_name": name, **measure_recipe(inputs, truth, recipe)})
-            step()
-    query, key, value = inputs
-    plan = make_plan(query, key, is_causal=True, enable_gqa=True, backend=BACKEND)
-    auto = explain(query, key, value, is_causal=True, enable_gqa=True)
-    return {
-        "format": "sparge.demo/2",
-        "versions": versions(),
-        "machine": machine(),
-        "machine_line": machine_line(),
-        "load_average": load,
-        "backend": BACKEND,
-        "about": get_backend(BACKEND).about,
-        "inputs": {"B": 1, "Hq": heads, "Hk": kv_heads, "L": length, "D": query.shape[3]}
-        | {"dtype": "float32", "causal": True, "seed": seed},
-        "default_recipe": DEFAULT.to_dict(),
-        "plans": pictures(plan),
-        "rows": rows,
-        "auto": auto.to_dict(),
-        "auto_text": str(auto),
-        **race(inputs),
-    }
+def fill_in(args: argparse.Namespace) -> None:
+    mine, others = (OF_SYNTHETIC, OF_MODEL) if args.synthetic else (OF_MODEL, OF_SYNTHETIC)
+    for name in others:
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"--{name} is not used with --synthetic; leave out one of them"
+                if args.synthetic
+                else f"--{name} is of the demo without a model; add --synthetic, or leave it out"
+            )
+    for name, default in mine.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
 
 
-def measure_recipe(inputs: Inputs, truth: Tensor, recipe: Recipe) -> dict[str, Any]:
-    """One recipe as it runs, and its two errors apart: the same plan once more, exactly."""
-    with record() as runs:
-        out = attention(*inputs, is_causal=True, enable_gqa=True, recipe=recipe, backend=BACKEND)
-    assert isinstance(out, Tensor)
-    exact_out = out if recipe.precision == "exact" else attend_exactly(inputs, recipe)
-    return {
-        "recipe": recipe.to_dict(),
-        "density": runs[0].density,
-        "sparsity": runs[0].sparsity,
-        "pv_skipped": runs[0].pv_skipped,
-        "error": relative_l1(out, truth),
-        "cosine": cosine_similarity(out, truth),
-        "quantization_error": relative_l1(out, exact_out),
-        "sparsity_error": relative_l1(exact_out, truth),
-        "seconds": runs[0].seconds["total"],
-        "stages": {name: s for name, s in runs[0].seconds.items() if name != "total"},
-    }
+def prepare(args: argparse.Namespace) -> Prepared:
+    """Model and text are fetched here; offline, say what works without them."""
+    without = "without model and network there is: sparge demo --synthetic"
+    try:
+        from ..evaluate.sidebyside import prepare as prepare_reading
+
+        return prepare_reading(model=args.model, text=args.text, tokens=args.tokens, seed=args.seed)
+    except Unsupported as refusal:
+        way_out = f"{refusal.way_out}.\nAnd {without}" if refusal.way_out else f"But {without}"
+        raise Unsupported(
+            f"the demo needs the model {args.model} and the text {args.text}: {refusal.what}",
+            refusal.reasons,
+            way_out,
+        ) from None
+    except ModuleNotFoundError as error:
+        raise Unsupported(
+            f"the demo needs {error.name}, which is not installed here",
+            {},
+            f'install it with: pip install "sparge[demo]"; {without}',
+        ) from None
 
 
-def attend_exactly(inputs: Inputs, recipe: Recipe) -> Tensor:
-    """The recipe's own plan and second filter, without its quantization."""
-    query, key, value = inputs
-    plan = make_plan(query, key, is_causal=True, enable_gqa=True, recipe=recipe, backend=BACKEND)
-    exact = replace(recipe, precision="exact")
-    out, _ = attend(query, key, value, plan, enable_gqa=True, recipe=exact, backend=BACKEND)
-    return out
+def measure(args: argparse.Namespace, prepared: Prepared, recipe: Any) -> Showcase:
+    from ..evaluate.sidebyside import read_both
+
+    where = place()
+    with telling(STEPS + 2 * args.repeats) as told:
+        told("loading the model")
+        return read_both(
+            prepared,
+            load(args, prepared),
+            recipe=recipe,
+            repeats=args.repeats,
+            command=shlex.join(["sparge", *sys.argv[1:]]),
+            where=where,
+            told=told,
+        )
 
 
-def race(inputs: Inputs) -> dict[str, float]:
-    """Median seconds of torch's dense attention and of ours with the default recipe, in turns."""
-    turns: dict[str, Callable[[], Any]] = {
-        "dense_seconds": lambda: F.scaled_dot_product_attention(
-            *inputs, is_causal=True, enable_gqa=True
-        ),
-        "sparse_seconds": lambda: attention(
-            *inputs, is_causal=True, enable_gqa=True, backend=BACKEND
-        ),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in range(6):
-        for name, turn in turns.items():
-            start = time.perf_counter()
-            turn()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each[1:]) for name, each in seconds.items()}
+def load(args: argparse.Namespace, prepared: Prepared) -> Any:
+    from .. import zoo
+
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    try:
+        model, _ = zoo.load(os.fspath(prepared.directory.resolve()), dtype=dtype)
+    except ValueError as error:
+        if "attn_implementation" not in str(error):
+            raise
+        raise Unsupported(
+            f"{args.model} does not call its attention through transformers' attention interface, "
+            "so it cannot be given another",
+            {"transformers": str(error).split(". ", 1)[0]},
+            "give a model that does, such as Llama, Qwen or Mistral",
+        ) from None
+    return model
 
 
-def pictures(plan: BlockPlan) -> list[dict[str, Any]]:
-    """Some heads drawn, from the first (local) to the last (diffuse)."""
-    density = plan.head_density()[0].tolist()
-    shown = min(PICTURES, len(density))
-    heads = [round(i * (len(density) - 1) / max(shown - 1, 1)) for i in range(shown)]
-    return [
-        {
-            "head": h,
-            "density": density[h],
-            "picture": plan.picture(h=h, width=PICTURE_WIDTH).split("\n"),
-        }
-        for h in heads
-    ]
+@contextmanager
+def telling(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal; elsewhere a line for every step, because a run takes a minute."""
+    begun = 0
+    if not sys.stderr.isatty():
+
+        def tell(what: str) -> None:
+            nonlocal begun
+            begun += 1
+            print(f"sparge: {begun} of {steps}: {what}", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # Drawn only when it moves: a thread that redraws would take time from what is measured.
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("", total=steps)
+
+        def move(what: str) -> None:
+            nonlocal begun
+            bar.update(task, description=what, completed=begun, refresh=True)
+            begun += 1
+
+        yield move
 
 
-def show(document: dict[str, Any]) -> None:
+def print_table(show: Showcase, page: str) -> None:
+    from ..report.comparison import cost, fallbacks_of, table_of, verdict
+
     screen = console()
-    facts = document["inputs"]
     screen.print(
-        f"sparge {document['versions']['sparge']} demo: causal attention on structured inputs, "
-        f"{facts['Hq']} query heads on {facts['Hk']} key heads, {facts['L']} tokens, "
-        f"head dim {facts['D']}, {facts['dtype']}, seed {facts['seed']}\n"
-        f"backend {document['backend']}: {document['about']}\n"
-        f"machine: {document['machine_line']}, load average {load_text(document)}\n"
+        f"sparge {show.where['versions']['sparge']} demo: {show.model['name']} reads "
+        f"{show.tokens:,} tokens of {show.text['name']!r} and answers a question about them\n"
+        f"recipe: {'default, ' if show.recipe == DEFAULT else ''}{show.recipe.to_json()}\n"
+        f"machine: {show.where['machine_line']}, our instruction set: {show.where['isa'] or 'none'}"
+        "\n",
+        soft_wrap=True,
     )
+    show_table(screen, table_of(show))
+    hidden = show.needle
     screen.print(
-        "The block plans of the default recipe (query blocks downwards, key blocks across; "
-        "█ kept, blank skipped, · the future):\n"
+        f"\nhidden at token {hidden.token:,}: {hidden.fact}\nasked: {hidden.question}\n"
+        f"dense:  {hidden.prefix}{_one_line(show.dense.answer)}\n"
+        f"sparge: {hidden.prefix}{_one_line(show.sparge.answer)}\n",
+        soft_wrap=True,
     )
-    per_row = min(PICTURES_PER_ROW, max(1, screen.width // (PICTURE_WIDTH + 4)))
-    plans = document["plans"]
-    for start in range(0, len(plans), per_row):
-        screen.print(f"{side_by_side(plans[start : start + per_row])}\n", no_wrap=True)
-    show_table(screen, table_of(document))
-    ratio = document["dense_seconds"] / document["sparse_seconds"]
-    row = next(row for row in document["rows"] if row["recipe_name"] == "default")
-    screen.print(
-        f'\nWhat backend="auto" would do with this call: {document["auto_text"]}\n\n'
-        f"On this machine, in this run: dense SDPA {document['dense_seconds'] * 1e3:.1f} ms, "
-        f"{document['backend']} with the default recipe {document['sparse_seconds'] * 1e3:.1f} ms: "
-        f"{ratio:.2f}x the speed, at density {row['density']:.3f} and error {row['error']:.4f}."
-    )
+    for line in fallbacks_of(show):
+        screen.print(f"not sparse {line}", soft_wrap=True)
+    screen.print(f"\n{verdict(show)} {cost(show)}\npage: {page}", soft_wrap=True)
 
 
-def side_by_side(plans: list[dict[str, Any]]) -> str:
-    columns = [
-        [f"  head {plan['head']}, density {plan['density']:.3f}", *plan["picture"]]
-        for plan in plans
-    ]
-    lines = (
-        "".join(part.ljust(PICTURE_WIDTH + 4) for part in line)
-        for line in zip(*columns, strict=True)
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def table_of(document: dict[str, Any]) -> Table:
-    recipe = Recipe.from_dict(document["default_recipe"])
-    notes = (
-        "density: kept / allowed blocks. sparsity: skipped QK and PV products / all of them. "
-        "error: against dense attention in fp64.",
-        "quantization error: against the same blocks in exact precision. sparsity error: those "
-        "blocks in exact precision, against dense.",
-        f"default: {recipe.keep}, predictor {recipe.predictor!r}, precision {recipe.precision!r}.",
-    )
-    return Table("Recipes", COLUMNS, document["rows"], notes)
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..backends import Backend
 from ..blockplan import BlockPlan, plan_of
 from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ..recipe import Recipe
+from ..recipe import KeepError, Recipe
 from ..tokenmask import TokenMask
 
 
@@ -20,10 +22,17 @@ def make_plan(
     scale: float,
     recipe: Recipe,
     backend: Backend,
+    value: Tensor | None = None,
 ) -> BlockPlan:
-    """A block mask of the caller's is the plan; otherwise the backend predicts and selects."""
+    """A block mask of the caller's is the plan; otherwise the backend predicts and selects.
+
+    `KeepError` reads the value, to measure what skipping does.
+    """
     if block_mask is not None:
         blocks = (n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K))
         return plan_of(block_mask.expand(*query.shape[:2], *blocks), tokens)
     stage = backend.stage("plan")
-    return stage.make_plan(query, key, tokens, scale=scale, recipe=recipe)
+    facts: dict[str, Any] = {"scale": scale, "recipe": recipe}
+    if isinstance(recipe.keep, KeepError):
+        facts["value"] = value  # asked of no backend whose recipes do not want it
+    return stage.make_plan(query, key, tokens, **facts)

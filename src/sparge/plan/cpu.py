@@ -1,6 +1,8 @@
-"""Prediction and selection in the native core (csrc/plan.h, csrc/select.h)."""
+"""Prediction and selection in the native core (csrc/plan.h, select.h and check.h)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,20 +11,28 @@ from .. import native
 from ..blockplan import BlockPlan
 from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ..nativeargs import kinds_of, parts_of
-from ..qtensor import Operands
+from ..qtensor import Operands, QTensor
 from ..quantize.cpu import Statistics, prepare
-from ..recipe import PRECISIONS, PREDICTORS, KeepFraction, KeepMass, Recipe, heads_of
+from ..recipe import PRECISIONS, PREDICTORS, KeepError, KeepFraction, KeepMass, Recipe, heads_of
 from ..tokenmask import TokenMask
+from .budget import checked_rows, masses_of, take_step
 from .forced import forced_blocks
 
 ALL, MASS, FRACTION = 0, 1, 2
 
 
 def make_plan(
-    query: Tensor, key: Tensor, tokens: TokenMask, *, scale: float, recipe: Recipe
+    query: Tensor,
+    key: Tensor,
+    tokens: TokenMask,
+    *,
+    scale: float,
+    recipe: Recipe,
+    value: Tensor | None = None,
 ) -> BlockPlan:
     operands, statistics = prepare(query, key, None, scale=scale, recipe=recipe)
-    return plan_from(operands, statistics, tokens, scale=scale, recipe=recipe)
+    facts: dict[str, Any] = {"scale": scale, "recipe": recipe, "value": value}
+    return plan_from(operands, statistics, tokens, **facts)
 
 
 def plan_from(
@@ -32,26 +42,55 @@ def plan_from(
     *,
     scale: float,
     recipe: Recipe,
+    value: Tensor | None = None,
 ) -> BlockPlan:
-    """The plan of statistics that were made before."""
-    q, q_scale, q_rows = parts_of(operands.query)
-    k, k_scale, k_rows = parts_of(operands.key)
+    """The plan of statistics that were made before; `KeepError` reads the caller's value."""
+    q = operands.query.codes if isinstance(operands.query, QTensor) else operands.query
     B, Hq = q.shape[:2]
     n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
-    keep, amount = _amount(recipe, Hq)
-    least = recipe.min_similarity
-    judge = None if least is None else torch.tensor(heads_of(least, Hq, none=-1.0))
     counts = q.new_empty((B, Hq, n_q), dtype=torch.int32)
     indices = q.new_empty((B, Hq, n_q, n_k), dtype=torch.int32)
     allowed = torch.empty_like(counts)
-    mask, kinds = tokens.attn_mask, kinds_of(tokens)
+    error = None
+    if isinstance(recipe.keep, KeepError):
+        assert value is not None
+        args = (statistics, tokens, scale, recipe)
+        error = _plan_by_error(operands, value, *args, counts, indices, allowed)
+    else:
+        _plan(operands, statistics, tokens, scale, recipe, counts, indices, allowed)
+    return BlockPlan(
+        counts,
+        indices,
+        allowed,
+        Lq=tokens.Lq,
+        Lk=tokens.Lk,
+        is_causal=tokens.is_causal,
+        causal_align=tokens.causal_align,
+        has_mask=tokens.attn_mask is not None,
+        error=error,
+    ).trust()
+
+
+def _plan(
+    operands: Operands,
+    statistics: Statistics,
+    tokens: TokenMask,
+    scale: float,
+    recipe: Recipe,
+    counts: Tensor,
+    indices: Tensor,
+    allowed: Tensor,
+) -> None:
+    q, *q_scale = parts_of(operands.query)
+    k, *k_scale = parts_of(operands.key)
+    keep, amount = _amount(recipe, q.shape[1])
+    least = recipe.min_similarity
+    judge = None if least is None else torch.tensor(heads_of(least, q.shape[1], none=-1.0))
     native.ops().plan(
         q,
         k,
-        q_scale,
-        q_rows,
-        k_scale,
-        k_rows,
+        *q_scale,
+        *k_scale,
         statistics.q_pooled,
         statistics.k_pooled,
         statistics.q_similarity,
@@ -59,8 +98,8 @@ def plan_from(
         judge,
         torch.tensor(amount, dtype=torch.float64),
         forced_blocks(tokens, recipe, q.device).to(torch.int8),
-        mask,
-        kinds,
+        tokens.attn_mask,
+        kinds_of(tokens),
         tokens.is_causal,
         tokens.offset,
         PREDICTORS.index(recipe.predictor),
@@ -73,16 +112,53 @@ def plan_from(
         allowed,
         native.isa_number(),
     )
-    return BlockPlan(
-        counts,
+
+
+def _plan_by_error(
+    operands: Operands,
+    value: Tensor,
+    statistics: Statistics,
+    tokens: TokenMask,
+    scale: float,
+    recipe: Recipe,
+    counts: Tensor,
+    indices: Tensor,
+    allowed: Tensor,
+) -> Tensor:
+    """Every step measured in one pass, then the lists of the one that each head takes."""
+    q, *q_scale = parts_of(operands.query)
+    k, *k_scale = parts_of(operands.key)
+    assert isinstance(recipe.keep, KeepError)
+    masses = torch.tensor(masses_of(recipe.keep, q.shape[1]), dtype=torch.float64)
+    whole = q.new_empty(q.shape[:2], dtype=torch.float64)
+    wrong = q.new_empty((*q.shape[:2], masses.shape[1]), dtype=torch.float64)
+    native.ops().plan_steps(
+        q,
+        k,
+        value,
+        *q_scale,
+        *k_scale,
+        statistics.q_pooled,
+        statistics.k_pooled,
+        masses,
+        torch.tensor(checked_rows(tokens.Lq, recipe.sample_rows)),
+        forced_blocks(tokens, recipe, q.device).to(torch.int8),
+        tokens.attn_mask,
+        kinds_of(tokens),
+        tokens.is_causal,
+        tokens.offset,
+        PRECISIONS.index(recipe.precision),
+        scale,
+        recipe.sample_rows,
+        wrong,
+        whole,
         indices,
         allowed,
-        Lq=tokens.Lq,
-        Lk=tokens.Lk,
-        is_causal=tokens.is_causal,
-        causal_align=tokens.causal_align,
-        has_mask=mask is not None,
-    ).trust()
+        native.isa_number(),
+    )
+    step, error = take_step(wrong, whole, recipe.keep)
+    native.ops().take_steps(step, counts, indices, native.isa_number())
+    return error
 
 
 def _amount(recipe: Recipe, Hq: int) -> tuple[int, list[float]]:

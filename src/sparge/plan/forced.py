@@ -19,9 +19,10 @@ def forced_blocks(tokens: TokenMask, recipe: Recipe, device: torch.device) -> Te
     n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
     forced = torch.zeros((n_q, n_k), dtype=torch.bool, device=device)
     forced[:, : min(recipe.sink_blocks, n_k)] = True
-    if tokens.is_causal or recipe.local_blocks:
+    window = recipe.window(tokens.is_causal)
+    if tokens.is_causal or window:
         # A reach beyond all blocks is all of them, and must not run over.
-        reach = min(recipe.local_blocks, n_q * BLOCK_Q + n_k)
+        reach = min(window, n_q * BLOCK_Q + n_k)
         forced |= _near_diagonal(tokens, reach, device)
     for start, stop in recipe.protect:
         first, last, _ = slice(start, stop).indices(tokens.Lk)

@@ -5,7 +5,8 @@
              similarity judge distrusts
       rows   exact mass, averaged over a few rows of the query block
       blend  the average of both (no judge)
-    kept  = the fewest blocks, largest first, whose mass reaches τ; or a fraction of them
+    kept  = the fewest blocks, largest first, whose mass reaches τ; or a fraction of them; or the
+            τ of a head is found by measuring what skipping does (budget.py)
           | all of a row or column whose pooled token says nothing | forced blocks
 
 A row whose prediction is not finite keeps every block it may attend.
@@ -23,10 +24,11 @@ from ..arithmetic import LOG2E, dot, exp2, fold_sum, mean_over_rows, prefix_sum,
 from ..blockplan import BlockPlan, plan_of
 from ..geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 from ..quantize.reference import smooth_keys
-from ..recipe import KeepAll, KeepFraction, Recipe, heads_of
+from ..recipe import KeepAll, KeepError, KeepFraction, KeepMass, Recipe, heads_of
 from ..tokenmask import EXCLUDED, TokenMask
+from .budget import masses_of, take_step
 from .forced import forced_blocks
-from .rows import predict_rows
+from .rows import predict_rows, step_errors
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,13 @@ class BlockStatistics:
 
 
 def make_plan(
-    query: Tensor, key: Tensor, tokens: TokenMask, *, scale: float, recipe: Recipe
+    query: Tensor,
+    key: Tensor,
+    tokens: TokenMask,
+    *,
+    scale: float,
+    recipe: Recipe,
+    value: Tensor | None = None,
 ) -> BlockPlan:
     B, Hq = query.shape[:2]
     may = tokens.block_kinds(query.device) != EXCLUDED
@@ -47,9 +55,15 @@ def make_plan(
         return plan_of(may, tokens)
     predicted, distrusted = predict(query, key, tokens, may, scale=scale, recipe=recipe)
     unknown = ~torch.isfinite(predicted).all(-1, keepdim=True) | ~(predicted > 0).any(-1, True)
-    kept = select(predicted.nan_to_num(0.0, 0.0, 0.0), may, recipe)
-    forced = forced_blocks(tokens, recipe, query.device)
-    return plan_of(kept | unknown | distrusted | forced, tokens)
+    predicted = predicted.nan_to_num(0.0, 0.0, 0.0)
+    forced = unknown | distrusted | forced_blocks(tokens, recipe, query.device)
+    if not isinstance(recipe.keep, KeepError):
+        return plan_of(select(predicted, may, recipe.keep) | forced, tokens)
+    assert value is not None
+    first = first_steps(predicted, may, recipe.keep).masked_fill(forced, 0)
+    sums = step_errors(query, key, value, first, may, tokens, scale=scale, recipe=recipe)
+    step, error = take_step(*sums, recipe.keep)
+    return plan_of(first <= step[..., None, None], tokens, error=error)
 
 
 def predict(
@@ -115,21 +129,29 @@ def softmax(scores: Tensor) -> Tensor:
     return torch.where(row_sum == 0, 0.0, weights / row_sum)
 
 
-def select(predicted: Tensor, may: Tensor, recipe: Recipe) -> Tensor:
+def first_steps(predicted: Tensor, may: Tensor, keep: KeepError) -> Tensor:
+    """The first step that keeps a block, int64; each step keeps what those before it do."""
+    masses = masses_of(keep, predicted.shape[1])
+    kept = [select(predicted, may, KeepMass(step)) for step in zip(*masses, strict=True)]
+    return (~torch.stack(kept)).sum(0)
+
+
+def select(predicted: Tensor, may: Tensor, keep: KeepMass | KeepFraction) -> Tensor:
     """The kept set of every row, largest first, ties to the smaller index."""
     Hq, n_k = predicted.shape[1], predicted.shape[-1]
     # Blocks that may not be attended sort behind every block that may.
     ranked = torch.where(may, predicted, -1.0).sort(dim=-1, descending=True, stable=True)
-    if isinstance(recipe.keep, KeepFraction):
-        fraction = _column(heads_of(recipe.keep.fraction, Hq, none=1.0), predicted.device)
+    if isinstance(keep, KeepFraction):
+        fraction = _column(heads_of(keep.fraction, Hq, none=1.0), predicted.device)
         # 0.7 · 10 is a little over 7 in binary; a person means 7.
         needed = torch.ceil(fraction * may.sum(-1).double() - 1e-9)
     else:
-        assert not isinstance(recipe.keep, KeepAll)
-        mass = _column(heads_of(recipe.keep.mass, Hq, none=1.0), predicted.device)
+        mass = _column(heads_of(keep.mass, Hq, none=1.0), predicted.device)
         # fp64 adds fp32 masses exactly, or nearly so: where equal masses tie, they tie exactly.
         reached = prefix_sum(ranked.values.clamp(min=0.0).double())
         needed = (reached < (mass * reached[..., -1]).unsqueeze(-1)).sum(-1) + 1
+        # No mass is nothing, however small: the whole of it takes every block.
+        needed = torch.where(mass >= 1.0, n_k, needed)
     rank = torch.arange(n_k, device=predicted.device)
     chosen = rank < needed.unsqueeze(-1)
     return torch.zeros_like(may).scatter(-1, ranked.indices, chosen) & may

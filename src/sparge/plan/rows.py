@@ -3,7 +3,7 @@
     P̂[i, j] = mean over the sampled rows r of block i of  Σ_{k in block j} softmax_k(s[r, k])
 
 in the run's own precision, with the token mask and its bias. The same rows, finished with V,
-measure the error of a kept set.
+measure the error of a kept set; other rows do for `KeepError` (budget.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..quantize.reference import quantize
 from ..recipe import QUANTIZED, Recipe
 from ..scores import HeadScores
 from ..tokenmask import TokenMask
+from .budget import FACTORS, checked_rows
 
 KEYS_AT_ONCE = 4096
 
@@ -66,6 +67,47 @@ def sampled_error(
         wrong[0, b, h] += (sparse - dense).abs().sum()
         wrong[1, b, h] += dense.abs().sum()
     return torch.where(wrong[0] == 0, 0.0, wrong[0] / wrong[1]).float()
+
+
+def step_errors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    may: Tensor,
+    tokens: TokenMask,
+    *,
+    scale: float,
+    recipe: Recipe,
+) -> tuple[Tensor, Tensor]:
+    """Sums over the checked rows of |kept - all| `[B, Hq, steps]` and of |all| `[B, Hq]`, fp64.
+
+    `first [B, Hq, n_q, n_k]` is the first step that keeps each block.
+    """
+    operands = operands_of(query, key, value, scale=scale, precision=recipe.precision)
+    B, Hq = query.shape[:2]
+    wrong = torch.zeros((B, Hq, len(FACTORS)), dtype=torch.float64, device=query.device)
+    whole = torch.zeros((B, Hq), dtype=torch.float64, device=query.device)
+    rows = checked_rows(tokens.Lq, recipe.sample_rows)
+    for b, h, row in ((b, h, row) for b in range(B) for h in range(Hq) for row in rows):
+        at, i_q = torch.tensor([row], device=query.device), row // BLOCK_Q
+        weights = _row_weights(operands, tokens, b, h, at, scale, recipe.precision)[0].double()
+        v = value[b, h * value.shape[1] // Hq].double()
+        parts = fold_sum(in_blocks(weights.unsqueeze(-1) * v, -2, BLOCK_K), dim=-2)
+        sums = fold_sum(in_blocks(weights, -1, BLOCK_K), dim=-1)
+        every = _over_blocks(parts, sums, may[b, h, i_q])
+        for step in range(len(FACTORS)):
+            kept = may[b, h, i_q] & (first[b, h, i_q] <= step)
+            wrong[b, h, step] += fold_sum((_over_blocks(parts, sums, kept) - every).abs(), dim=0)
+        whole[b, h] += fold_sum(every.abs(), dim=0)
+    return wrong, whole
+
+
+def _over_blocks(parts: Tensor, sums: Tensor, kept: Tensor) -> Tensor:
+    """Output of a row over some blocks, from each block's sum of weights · V and of weights."""
+    row_sum = fold_sum(torch.where(kept, sums, 0.0), dim=0)
+    out = fold_sum(torch.where(kept[:, None], parts, 0.0), dim=0)
+    return torch.where(row_sum == 0, 0.0, out / row_sum)
 
 
 def operands_of(

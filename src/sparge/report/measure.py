@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..blockplan import BlockPlan
+from ..canary import sample_rows as sample_rows
 from ..geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 
 
@@ -14,17 +15,6 @@ def dense_fp64(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) ->
     """Dense attention by torch in fp64, on the CPU: what errors are counted against."""
     q, k, v = (x.cpu().double() for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-
-
-def sample_rows(L: int, n: int) -> Tensor:
-    """Up to n query rows, one from each of n equal parts of the sequence; always the same ones.
-
-    At random within its part: a fixed step would always meet the same place of a block.
-    """
-    n = min(n, L)
-    edges = torch.arange(n + 1) * L // n
-    within = torch.rand(n, generator=torch.Generator().manual_seed(0))
-    return edges[:-1] + (within * (edges[1:] - edges[:-1])).long()
 
 
 class Truth:

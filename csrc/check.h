@@ -1,0 +1,186 @@
+// What each step of an error budget would cost: rows of one head, 16 to a group, finished with V.
+//
+//   acc[l]    = Σ p · v over the blocks that step l is the first to keep, l = n_steps for the rest
+//   out_s     = Σ_{l <= s} acc[l] / Σ_{l <= s} sum[l]
+//   wrong[s]  = Σ_rows |out_s - out_all|,  whole = Σ_rows |out_all|
+//
+// One pass over K and V serves all steps. A row is a lane, and lanes differ in the step of a block:
+// its product with V is made once and added lane by lane to where it belongs.
+#pragma once
+
+#include "score.h"
+
+namespace sparge {
+namespace {
+
+constexpr int kMostGroups = 4;  // of 16 rows, which a task walks together over K and V
+
+struct CheckScratch {
+  float *queries, *scores, *out, *acc, *sums;  // acc, sums: of each group and step
+  char *keys, *values;
+
+  static size_t carve(const PlanArgs& a, char* base, CheckScratch* p) {
+    using Scores = RowScores<Product::f32>;
+    const size_t width = size_t(round_up(a.shape.Dv, 2 * kLanes));
+    const size_t steps = size_t(a.n_steps + 1), groups = size_t(a.check_groups);
+    size_t at = 0;
+    auto take = [&](size_t n) {
+      char* start = base + at;
+      at += (n + 63) / 64 * 64;
+      return start;
+    };
+    char* part[7] = {take(groups * Scores::query_floats(a.shape) * 4),
+                     take(Scores::kScoreFloats * 4),
+                     take(width * kLanes * 4),
+                     take(groups * steps * width * kLanes * 4),
+                     take(groups * steps * kLanes * 4),
+                     take(Scores::key_bytes(a.shape)),
+                     take(width / kRowsAtOnce * size_t(value_panel_bytes(Product::f32)))};
+    if (p) {
+      p->queries = reinterpret_cast<float*>(part[0]);
+      p->scores = reinterpret_cast<float*>(part[1]);
+      p->out = reinterpret_cast<float*>(part[2]);
+      p->acc = reinterpret_cast<float*>(part[3]);
+      p->sums = reinterpret_cast<float*>(part[4]);
+      p->keys = part[5];
+      p->values = part[6];
+    }
+    return at;
+  }
+};
+
+struct Checker {
+  const PlanArgs& a;
+  const Shape& s;
+  CheckScratch t;
+  int64_t b, h, first, n_groups, all_groups, width;
+
+  Checker(const PlanArgs& args, int64_t task, char* scratch)
+      : a(args), s(args.shape), width(round_up(args.shape.Dv, 2 * kLanes)) {
+    CheckScratch::carve(args, scratch, &t);
+    all_groups = (a.n_checked + kLanes - 1) / kLanes;
+    const int64_t per_head = (all_groups + a.check_groups - 1) / a.check_groups;
+    first = task % per_head * a.check_groups;
+    n_groups = all_groups - first < a.check_groups ? all_groups - first : a.check_groups;
+    h = task / per_head % s.Hq;
+    b = task / per_head / s.Hq;
+  }
+
+  const int64_t* rows_of(int64_t group) const { return a.checked + (first + group) * kLanes; }
+  int rows_in(int64_t group) const {
+    const int64_t left = a.n_checked - (first + group) * kLanes;
+    return int(left < kLanes ? left : kLanes);
+  }
+  float* acc_of(int64_t group, int step) const {
+    return t.acc + (group * (a.n_steps + 1) + step) * width * kLanes;
+  }
+  float* sum_of(int64_t group, int step) const {
+    return t.sums + (group * (a.n_steps + 1) + step) * kLanes;
+  }
+
+  template <Product P>
+  void accumulate() {
+    RowScores<P> rows[kMostGroups];
+    GroupState states[kMostGroups];
+    for (int64_t g = 0; g < n_groups; ++g) {
+      rows[g].begin(a, b, h, rows_of(g), rows_in(g),
+                    t.queries + size_t(g) * RowScores<P>::query_floats(s), t.scores);
+      store(states[g].row_max, all(-INFINITY));
+      store(states[g].shift, zero());
+      store(states[g].row_sum, zero());
+    }
+    std::memset(t.acc, 0, size_t(n_groups * (a.n_steps + 1) * width) * kLanes * 4);
+    std::memset(t.sums, 0, size_t(n_groups * (a.n_steps + 1)) * kLanes * 4);
+    for (int64_t j = 0; j < s.n_k(); ++j) {
+      Words key{}, value{};
+      for (int64_t g = 0; g < n_groups; ++g) {
+        const Kind kind = rows[g].kind(j);
+        if (kind == kExcluded) continue;
+        if (!key.data) {
+          key = rows[g].key(j, t.keys);
+          value = value_words<Product::f32>(a.value, s, b, rows[g].h_k, j, 1.0f, t.values);
+        }
+        const F16 most = rows[g].score(key, j, kind);
+        if (rises(states[g], most)) {
+          const F16 fade = follow(&states[g], most);
+          fade_rows(acc_of(g, 0), (a.n_steps + 1) * width, fade);
+          fade_rows(sum_of(g, 0), a.n_steps + 1, fade);
+        }
+        store(states[g].row_max, max(load(states[g].row_max), most));
+        const F16 sum = exponentials<Product::f32, 6>(t.scores, 0, kBlockK, load(states[g].shift),
+                                                      t.scores, zero());
+        product<Product::f32>(value, width, t.scores, kBlockK, t.out, false);
+        add_to_steps(g, j, sum);
+      }
+    }
+  }
+
+  void add_to_steps(int64_t group, int64_t i_k, F16 sum) {
+    const int n = rows_in(group);
+    int32_t step_of[kLanes];
+    for (int i = 0; i < n; ++i)
+      step_of[i] =
+          a.indices[((b * s.Hq + h) * s.n_q() + rows_of(group)[i] / kBlockQ) * s.n_k() + i_k];
+    Lanes left = (Lanes(1) << n) - 1;
+    while (left) {
+      int one = 0;
+      while (!(left >> one & 1)) ++one;
+      const int32_t step = step_of[one];
+      Lanes same = 0;
+      for (int i = one; i < n; ++i) same |= Lanes(step_of[i] == step) << i;
+      left &= ~same;
+      if (step < 0) continue;  // a block that the row's query block may not attend
+      float *acc = acc_of(group, step), *sums = sum_of(group, step);
+      for (int64_t d = 0; d < width * kLanes; d += kLanes)
+        store(acc + d, load(acc + d) + select(same, load(t.out + d), zero()));
+      store(sums, load(sums) + select(same, sum, zero()));
+    }
+  }
+
+  // Sums become running sums, those outputs, and those differences.
+  void finish(int64_t group) {
+    for (int step = 1; step <= a.n_steps; ++step) {
+      float *acc = acc_of(group, step), *before = acc_of(group, step - 1);
+      for (int64_t d = 0; d < width * kLanes; d += kLanes)
+        store(acc + d, load(acc + d) + load(before + d));
+      float* sum = sum_of(group, step);
+      store(sum, load(sum) + load(sum - kLanes));
+    }
+    const int64_t at = (b * s.Hq + h) * all_groups + first + group;
+    const F16 inverse = inverse_of(group, a.n_steps);
+    const float* every = acc_of(group, a.n_steps);
+    F16 size = zero();
+    for (int64_t d = 0; d < s.Dv; ++d) size = size + abs(load(every + d * kLanes) * inverse);
+    a.whole[at] = add_lanes(size, rows_in(group));
+    for (int step = 0; step < a.n_steps; ++step) {
+      const F16 own = inverse_of(group, step);
+      const float* acc = acc_of(group, step);
+      F16 off = zero();
+      for (int64_t d = 0; d < s.Dv; ++d)
+        off = off + abs(load(acc + d * kLanes) * own - load(every + d * kLanes) * inverse);
+      a.wrong[at * a.n_steps + step] = add_lanes(off, rows_in(group));
+    }
+  }
+  // 1 / sum; 0 for a row with nothing.
+  F16 inverse_of(int64_t group, int step) const {
+    const F16 sum = load(sum_of(group, step));
+    const Lanes none = at_least(sum, zero()) & at_least(zero(), sum);
+    return select(none, zero(), all(1.0f) / sum);
+  }
+  static double add_lanes(F16 x, int n) {
+    alignas(64) float lanes[kLanes];
+    store(lanes, x);
+    double total = 0.0;
+    for (int i = 0; i < n; ++i) total += double(lanes[i]);
+    return total;
+  }
+
+  void run() {
+    with_row_product(a,
+                     [&](auto product) { this->template accumulate<decltype(product)::value>(); });
+    for (int64_t g = 0; g < n_groups; ++g) finish(g);
+  }
+};
+
+}  // namespace
+}  // namespace sparge

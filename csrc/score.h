@@ -1,0 +1,117 @@
+// Exact scores of up to 16 rows of one head, key block by key block: a row is a lane, and its
+// query block is whichever holds it. Base 2, -inf where masked.
+#pragma once
+
+#include "look.h"
+#include "softmax.h"
+
+namespace sparge {
+namespace {
+
+template <Product P>
+struct RowScores {
+  const PlanArgs* a = nullptr;
+  int64_t b, h, h_k;
+  const int64_t* row_of;
+  int n, steps;
+  float *queries, *scores;  // scores: [64][16], and as much again for the tile unit
+  alignas(64) float factor[kLanes];
+  alignas(64) float scales[kBlockK];
+  GroupMask mask;
+
+  // Floats and bytes of the scratch.
+  static size_t query_floats(const Shape& s) { return size_t(round_up(s.D, 64)) * kLanes * 2; }
+  static size_t key_bytes(const Shape& s) { return size_t(round_up(s.D, 64)) * kBlockK * 4 * 2; }
+  static constexpr size_t kScoreFloats = size_t(2) * kBlockK * kLanes;
+
+  void begin(const PlanArgs& args, int64_t b_, int64_t h_, const int64_t* rows, int n_rows,
+             float* query_room, float* score_room) {
+    a = &args, b = b_, h = h_, h_k = h / args.shape.group();
+    row_of = rows, n = n_rows, steps = steps_of(P, args.shape.D);
+    queries = query_room, scores = score_room;
+    const char* at[kLanes];
+    std::memset(factor, 0, sizeof(factor));
+    for (int i = 0; i < n; ++i) {
+      at[i] = args.query.row(b, h, row_of[i]);
+      factor[i] = float(args.softmax_scale * 1.4426950408889634);
+      if (args.q_scale.data)
+        factor[i] = args.q_scale.of(b * args.shape.Hq + h, row_of[i]) * factor[i];
+    }
+    const bool half = rounds_to_half(args.precision, args.query.dtype);
+    pack_queries<P>(args.query, at, n, args.shape.D, half, queries);
+    if constexpr (is_tile(P)) std::memset(queries + steps * kLanes, 0, size_t(steps) * kLanes * 4);
+  }
+
+  // What the rows may attend of one key block, taken together.
+  Kind kind(int64_t i_k) const {
+    int least = kOpen;
+    bool some = false;
+    for (int i = 0; i < n; ++i) {
+      const Kind k = a->tokens.kind(a->shape, b, h, row_of[i] / kBlockQ, i_k);
+      some |= k != kExcluded;
+      least = k < least ? int(k) : least;
+    }
+    return !some ? kExcluded : least == kOpen ? kOpen : kMixed;
+  }
+
+  // The words of one key block, for as many groups of rows as want them.
+  Words key(int64_t i_k, char* room) const {
+    const bool half = rounds_to_half(a->precision, a->key.dtype);
+    return key_words<P>(a->key, a->shape, b, h_k, i_k, half, room);
+  }
+
+  // Scores of one key block that is not excluded; gives their maximum.
+  F16 score(const Words& key, int64_t i_k, Kind kind) {
+    const Shape& s = a->shape;
+    const bool whole = (i_k + 1) * kBlockK <= s.Lk, masked = kind != kOpen || !whole;
+    if (masked) mask_group(a->tokens, s, b, h, row_of, n, i_k, &mask);
+    multiply(key, i_k);
+    const float* k_scale = nullptr;
+    if (a->k_scale.data && a->k_scale.rows_per_scale == 1 && whole) {
+      k_scale = a->k_scale.head(b * s.Hk + h_k) + i_k * kBlockK;
+    } else if (a->k_scale.data) {
+      for (int64_t i = 0; i < kBlockK; ++i) {
+        const int64_t l = i_k * kBlockK + i < s.Lk ? i_k * kBlockK + i : s.Lk - 1;
+        scales[i] = a->k_scale.of(b * s.Hk + h_k, l);
+      }
+      k_scale = scales;
+    }
+    return scale_scores<is_integer(P)>(scores, 0, kBlockK, k_scale, load(factor),
+                                       masked ? &mask : nullptr, kLog2e, all(-INFINITY));
+  }
+
+  void multiply(const Words& key, int64_t i_k) {
+    if constexpr (is_tile(P)) {
+      for (int quarter = 0; quarter < 4; ++quarter)
+        tile_scores<P>(key, quarter, queries, steps, scores, scores + kBlockK * kLanes);
+    } else {
+      product<P>(key, kBlockK, queries, steps, scores, false);
+      if constexpr (P == Product::u8i8) {
+        // Queries were codes + 128.
+        int32_t* sums = reinterpret_cast<int32_t*>(scores);
+        const Shape& s = a->shape;
+        const int64_t held = s.Lk - i_k * kBlockK < kBlockK ? s.Lk - i_k * kBlockK : kBlockK;
+        for (int64_t j = 0; j < held; ++j) {
+          const char* codes = a->key.row(b, h_k, i_k * kBlockK + j);
+          int32_t sum = 0;
+          for (int64_t d = 0; d < s.D; ++d) sum += int8_t(codes[d * a->key.stride_d]);
+          for (int i = 0; i < kLanes; ++i) sums[j * kLanes + i] -= 128 * sum;
+        }
+      }
+    }
+  }
+};
+
+// f<P>() with the product that scores rows in the run's own precision.
+template <class F>
+inline void with_row_product(const PlanArgs& a, F f) {
+  if (a.key.dtype == Dtype::i8)
+    f(std::integral_constant<Product, kScoresInt8>());
+  else if (a.precision == Precision::exact || a.key.dtype == Dtype::f16)
+    f(std::integral_constant<Product, Product::f32>());
+  else
+    f(std::integral_constant<Product, kScoresHalf>());
+}
+
+}  // namespace
+}  // namespace sparge

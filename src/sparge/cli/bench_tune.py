@@ -1,0 +1,166 @@
+"""`sparge bench tune`: our search beside the paper's, on a real model, and what it gives.
+
+Evaluations and densities of both searches, seconds, errors on text that was not tuned on, density
+at the same perplexity, and the error of `KeepError` where nothing was tuned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import zoo
+from ..backends import CPU
+from ..integrations import accelerate
+from ..profile import Profile
+from ..recipe import KeepError, Recipe
+from ..report.machine import load_average, machine, machine_line, versions
+from ..report.tables import Column, Table, error, share
+from ..report.tunebench import bench_tune, table_of_sample
+from ..report.tunequality import bench_traces, compare_quality, table_of_quality
+from ..tune.calibration import held_out_windows
+from ..tune.presets import check_bounds
+from . import OK, console, deliver, show_table, whole
+
+MODEL = "smollm2-135m-instruct"
+BUDGET = 0.05
+"""Of `KeepError`, whose error is then measured on rows that it has not seen."""
+
+
+def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("with tune").add_argument
+    add("--model", metavar="NAME|DIR", default=MODEL, help="default: %(default)s")
+    add("--length", type=whole, default=4096, metavar="TOKENS", help="default: %(default)s")
+    add("--inputs", type=whole, default=5, help="calibration texts; default: %(default)s")
+    add("--l1", type=float, default=0.08, help="default: %(default)s")
+    add("--l2", type=float, default=0.09, help="default: %(default)s")
+    add("--sample", type=whole, default=6, help="heads of the paper's search; default: 6")
+    add("--windows", type=whole, default=2, help="held-out texts; default: %(default)s")
+    add("--budget-length", type=whole, default=8192, help="tokens for KeepError; default: 8192")
+    add("--keep", metavar="FILE", help="also write the profile here")
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    l1, l2 = check_bounds(args.l1, args.l2)
+    assert l2 is not None
+    load = load_average()
+    model, tokenizer = zoo.load(args.model)
+    with tempfile.TemporaryDirectory(prefix="sparge-") as folder, torch.inference_mode():
+        facts = {"name": args.model, "length": args.length, "inputs": args.inputs}
+        say(f"tracing {args.inputs} texts of {args.length} tokens")
+        trace, held_out, seconds = bench_traces(
+            model, tokenizer, Path(folder), held_out=args.windows, told=say, **facts
+        )
+        document = bench_tune(trace, l1=l1, l2=l2, held_out=held_out, heads=args.sample, told=say)
+        profile = Profile.from_dict(document["profile"])
+        windows = held_out_windows(("essays",), tokenizer, length=args.length, inputs=args.windows)
+        tokens = [window.tokens for window in windows]
+        quality = compare_quality(model, tokens, profile, told=say)
+        (long,) = held_out_windows(("essays",), tokenizer, length=args.budget_length, inputs=1)
+        budget = error_of_budget(model, long.tokens)
+    document |= {
+        "trace_seconds": seconds,
+        "whole_seconds": seconds + document["seconds"],
+        "quality": quality,
+        "keep_error": budget,
+        "versions": versions(),
+        "machine": machine(),
+        "machine_line": machine_line(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "load_average": load,
+    }
+    if args.keep is not None:
+        profile.save(args.keep)
+    deliver(document, args, lambda: show(document))
+    return OK
+
+
+def error_of_budget(model: Any, tokens: Any) -> dict[str, Any]:
+    """`KeepError` on a long text: the error of every layer and head, on other rows."""
+    say(f"KeepError({BUDGET}) at {tokens.shape[1]} tokens")
+    start = time.perf_counter()
+    recipe = Recipe(KeepError(BUDGET))
+    with accelerate(model, recipe, backend=CPU, measure_error=True) as handle:
+        model.base_model(tokens)
+        report = handle.report()
+    errors = sorted(e for layer in report.layers for e in layer.error_by_head or ())
+    return {
+        "max_error": BUDGET,
+        "length": tokens.shape[1],
+        "heads": len(errors),
+        "density": report.density,
+        "median": statistics.median(errors),
+        "p95": errors[int(0.95 * (len(errors) - 1))],
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def targets_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was asked of tuning, and whether it holds here."""
+    quality, budget, held = document["quality"], document["keep_error"], document["held_out"]
+    saved = quality["saved"]
+    lines = [
+        ("evaluations, against the paper's search", "<= 1/20", document["evaluations_ratio"], 20),
+        (
+            "density of the sample, less the paper's",
+            "<= 0",
+            document["paper_sample_density"] - document["sample_density"],
+            0.0,
+        ),
+        ("seconds for the whole model", "<= 600", -document["whole_seconds"], -600.0),
+        ("held-out heads within 1.15 x bound", ">= 95 %", held["within"], 0.95),
+        ("density below one recipe's, same perplexity", "> 0", saved, 1e-9),
+        ("KeepError(0.05): median error", "<= 0.05", -budget["median"], -0.05),
+        ("KeepError(0.05): 95th percentile", "<= 0.075", -budget["p95"], -0.075),
+    ]
+    return [
+        {
+            "target": what,
+            "needed": needed,
+            "figure": None if value is None else abs(value),
+            "verdict": "not reached" if value is None or value < low else "met",
+        }
+        for what, needed, value, low in lines
+    ]
+
+
+def show(document: dict[str, Any]) -> None:
+    screen = console()
+    for table in (table_of_sample(document), table_of_quality(document["quality"])):
+        show_table(screen, table)
+        screen.print()
+    budget = document["keep_error"]
+    show_table(
+        screen,
+        Table(
+            f"KeepError({budget['max_error']}) at {budget['length']} tokens, nothing tuned",
+            [
+                Column("heads", "heads", str),
+                Column("density", "density", share),
+                Column("median", "error,\nmedian", error),
+                Column("p95", "95th\npercentile", error),
+            ],
+            [budget],
+        ),
+    )
+    screen.print()
+    figures = Column("figure", "figure", "{:.3f}".format)
+    columns = [Column("target", "target"), Column("needed", "needed"), figures]
+    columns.append(Column("verdict", "verdict"))
+    notes = [
+        f"{document['machine_line']}; {document['threads']} threads, {document['dtype']}; "
+        f"trace {document['trace_seconds']:.0f} s + search {document['seconds']:.0f} s"
+    ]
+    show_table(screen, Table("What was asked", columns, targets_of(document), notes))
+
+
+def say(what: str) -> None:
+    print(f"sparge: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,208 @@
+"""EleutherAI's lm-eval, given a model that is already in memory.
+
+Nothing of it is imported before it is asked for; it is an extra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache, lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..errors import Unsupported
+from ..files import replace_file
+
+TASK_FILES = Path(__file__).parent / "tasks"
+NEEDLE_TASK, LONGTEXT_TASK = "sparge_needle", "sparge_longtext"
+OWN_TASKS = (NEEDLE_TASK, LONGTEXT_TASK)
+SEED = 1234
+"""Of few-shot examples, as in lm-eval's own command line."""
+ANSWER_ROWS = 64
+"""Last rows of logits that a short answer can need; the rows before them are never made."""
+
+
+def require(what: str) -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise Unsupported(
+            f"{what} runs through EleutherAI's lm-eval, which is not installed here",
+            {},
+            'install it with: pip install "sparge[eval]"',
+        )
+
+
+def check_tasks(names: Sequence[str], *, length: int, tokenizer_path: str) -> None:
+    """Raise for a name that lm-eval does not know, before any model is loaded."""
+    require("the measure tasks")
+    if set(names) <= set(OWN_TASKS):
+        return
+    known = {*task_manager(length, tokenizer_path).all_tasks, *OWN_TASKS}
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, sorted(known), n=3)
+            hint = f"; near to it are {', '.join(near)}" if near else ""
+            raise ValueError(
+                f"lm-eval has no task {name!r}{hint}; its list: python -m sparge.lm_eval ls tasks"
+            )
+
+
+@cache
+def task_manager(length: int, tokenizer_path: str) -> Any:
+    """Every task that lm-eval ships: an index that takes many seconds to make.
+
+    RULER's tasks make their documents themselves, of this length and with this tokenizer.
+    """
+    metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer_path}
+    with quiet():
+        return import_module("lm_eval.tasks").TaskManager(metadata=metadata)
+
+
+def write_task(name: str, documents: Sequence[Mapping[str, Any]], directory: Path) -> Path:
+    """The task and its documents as files, which lm-eval's own command line runs as well."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = directory / f"{name}.jsonl"
+    lines = "".join(f"{json.dumps(dict(document))}\n" for document in documents)
+    replace_file(data, lines.encode())
+    text = (TASK_FILES / f"{name}.yaml").read_text(encoding="utf-8")
+    # A JSON string is a YAML string, whatever the path has in it.
+    text = text.replace("DATA_FILE", json.dumps(str(data.resolve())))
+    text = text.replace("CACHE_DIRECTORY", json.dumps(str((directory / "cache").resolve())))
+    replace_file(directory / f"{name}.yaml", text.encode())
+    return directory / f"{name}.yaml"
+
+
+def load_task(name: str, directory: Path) -> Any:
+    """A task of ours, loaded; documents are read once for all that is asked of it."""
+    with quiet():
+        manager = import_module("lm_eval.tasks").TaskManager(
+            include_path=str(directory), include_defaults=False
+        )
+        return manager.load([name])
+
+
+def answer_of(loaded: Any, name: str, i: int, lm: Any) -> tuple[float, bool, int]:
+    """Document i: the mean loss of its answer's tokens, whether greedy says it, and how many."""
+    has_template = lm.tokenizer.chat_template is not None
+    with quiet():
+        found = import_module("lm_eval.evaluator").evaluate(
+            lm=lm,
+            task_dict=loaded,
+            samples={name: [i]},
+            bootstrap_iters=0,
+            log_samples=True,
+            apply_chat_template=has_template,
+        )
+    (sample,) = found["samples"][name]
+    likelihood, is_greedy = sample["filtered_resps"][0]
+    context, answer = sample["arguments"][0]
+    tokens = len(lm.tok_encode(f"{context}{answer}")) - len(lm.tok_encode(context))
+    return -float(likelihood) / tokens, bool(is_greedy), tokens
+
+
+# Dense and sparge follow each other: documents that take minutes to make are made once for both.
+@lru_cache(maxsize=1)
+def _loaded(name: str, length: int, tokenizer_path: str) -> Any:
+    manager = task_manager(length, tokenizer_path)
+    # Seeded as lm-eval's own command line does: a run that is resumed makes the same documents.
+    random.seed(0)
+    import_module("numpy").random.seed(SEED)
+    with quiet():
+        return manager.load([name])
+
+
+def scores_of(
+    name: str,
+    lm: Any,
+    *,
+    length: int,
+    limit: int,
+    tokenizer_path: str,
+    directory: Path | None = None,
+) -> dict[str, float]:
+    """The metrics of any task that lm-eval knows, by name; of a group, those of its tasks.
+
+    directory: where a task of ours was written.
+    """
+    if directory is None:
+        loaded = _loaded(name, length, tokenizer_path)
+    else:
+        loaded = load_task(name, directory)
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=SEED)
+    with quiet():
+        found = import_module("lm_eval.evaluator").evaluate(
+            lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=False
+        )
+    scores = {}
+    for task, metrics in found["results"].items():
+        for metric, value in metrics.items():
+            # "acc,none": the metric and its filter. RULER says -1 for the lengths not asked for.
+            if isinstance(value, float | int) and "stderr" not in metric and value != -1:
+                short = metric.removesuffix(",none")
+                scores[short if task == name else f"{task} {short}"] = float(value)
+    scores.pop("sample_len", None)
+    return {metric: value for metric, value in scores.items() if math.isfinite(value)}
+
+
+def wrap(model: Any, tokenizer: Any, *, max_length: int, answers_only: bool = False) -> Any:
+    """The model for lm-eval; with `answers_only` logits are made for the last rows alone."""
+    with quiet():
+        return _wrapper()(
+            model, tokenizer, max_length=max_length, rows=ANSWER_ROWS if answers_only else None
+        )
+
+
+@cache
+def _wrapper() -> Any:
+    base: Any = import_module("lm_eval.models.huggingface").HFLM
+
+    class Wrapped(base):  # type: ignore[misc]
+        def __init__(
+            self, model: Any, tokenizer: Any, *, max_length: int, rows: int | None
+        ) -> None:
+            super().__init__(
+                pretrained=model,
+                tokenizer=tokenizer,
+                batch_size=1,
+                max_length=max_length,
+                # A loss in bf16 would be rounded to three digits.
+                softmax_dtype="float32",
+            )
+            self.rows = rows
+
+        def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
+            if self.rows is None:
+                return super()._model_call(inps, attn_mask, labels)
+            import torch
+
+            # lm-eval counts answer tokens from the end of what it gets, so the end is enough.
+            with torch.inference_mode():
+                return self.model(inps, logits_to_keep=self.rows, use_cache=False).logits
+
+    return Wrapped
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Neither lm-eval's bars nor its advice, which would break our own bar; errors still show."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,94 @@
+"""What two runs of one model say of the next token, compared a few rows at a time.
+
+The logits of 8192 tokens over 49152 words are 1.6 GB in fp32. So hidden states are kept, which
+are small, and go through the output layer in slices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 256
+"""Rows of logits in memory at once."""
+PROBE = 8
+"""Tokens on which it is tried whether the output layer alone makes the logits."""
+
+
+class Outputs:
+    """The logits of one sequence, [rows, words] for any range of rows."""
+
+    def __init__(self, kept: Tensor, head: Any | None) -> None:
+        self._kept, self._head = kept, head
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        part = self._kept[start:stop]
+        return part if self._head is None else self._head(part)
+
+
+@torch.inference_mode()
+def outputs_of(model: Any, ids: Tensor, *, split: bool) -> Outputs:
+    """Of one sequence [1, L]: its hidden states where the model splits, its logits where not."""
+    if not split:
+        return Outputs(model(ids, use_cache=False).logits[0], None)
+    hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]
+    return Outputs(hidden, model.get_output_embeddings())
+
+
+@torch.inference_mode()
+def splits(model: Any, ids: Tensor) -> bool:
+    """Whether the logits are the output layer of the last hidden state and nothing more.
+
+    Some models scale or cap them; then slices would be wrong, and few tokens tell.
+    """
+    few, head = ids[:, :PROBE], model.get_output_embeddings()
+    if head is None:
+        return False
+    try:
+        own = head(model.base_model(few, use_cache=False).last_hidden_state)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    whole = model(few, use_cache=False).logits
+    if own.shape != whole.shape:
+        return False
+    own, whole = own.float(), whole.float()
+    return bool((own - whole).abs().max() <= 0.01 * whole.abs().max())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A number for each predicted token, fp64. kl: of dense from sparge. agree: same favourite."""
+
+    dense: Tensor
+    sparge: Tensor
+    kl: Tensor
+    agree: Tensor
+
+
+@torch.inference_mode()
+def compare(dense: Outputs, sparge: Outputs, ids: Tensor) -> Comparison:
+    """ids: [1, L]; row t predicts token t + 1, so there are L - 1 of each number."""
+    targets = ids[0, 1:]
+    parts: list[list[Tensor]] = [[], [], [], []]
+    for start in range(0, len(targets), ROWS):
+        stop = min(start + ROWS, len(targets))
+        p = F.log_softmax(dense.rows(start, stop).float(), -1)
+        q = F.log_softmax(sparge.rows(start, stop).float(), -1)
+        wanted = targets[start:stop, None]
+        numbers = (
+            -p.gather(1, wanted)[:, 0],
+            -q.gather(1, wanted)[:, 0],
+            # Rounding can make the divergence of equal distributions a hair negative.
+            F.kl_div(q, p, log_target=True, reduction="none").sum(-1).clamp(min=0),
+            p.argmax(-1) == q.argmax(-1),
+        )
+        for part, number in zip(parts, numbers, strict=True):
+            part.append(number.double().cpu())
+    return Comparison(*(torch.cat(part) for part in parts))

@@ -1,0 +1,105 @@
+"""One fact at one depth of a long text: documents for the lm-eval task `sparge_needle`."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .texts import Text
+
+CITIES = (
+    *("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Vienna", "Dakar", "Quito", "Riga", "Perth"),
+    *(
+        "Tunis",
+        "Seoul",
+        "Bogota",
+        "Zagreb",
+        "Manila",
+        "Havana",
+        "Accra",
+        "Dublin",
+        "Cairo",
+        "Kyoto",
+    ),
+)
+FACT = "The special magic number for {city} is: {number}."
+QUESTION = "What is the special magic number for {city}?"
+PREFIX = "The special magic number for {city} is:"
+SENTENCE_END = re.compile(r"[.!?][\"')]?\s+")
+SHORTEST_TEXT = 16
+"""Tokens of text that a length must leave beside the question and the chat template."""
+
+
+@dataclass(frozen=True)
+class Needle:
+    """depth: percent of the text that stands before the fact. tokens: of prompt and answer."""
+
+    context: str
+    question: str
+    prefix: str
+    answer: str
+    length: int
+    depth: int
+    tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Count = Callable[[str, str, str, str], int]
+"""Tokens of (context, question, prefix, answer) as the model will read them."""
+
+
+def make_needle(
+    text: Text, tokenizer: Any, *, length: int, depth: int, seed: int, count: Count
+) -> Needle:
+    """The longest document of at most `length` tokens, the same for the same seed."""
+    rng = random.Random(f"sparge needle {seed} {length} {depth}")
+    city, number = rng.choice(CITIES), str(rng.randrange(1_000_000, 10_000_000))
+    fact = FACT.format(city=city, number=number)
+    question, prefix = QUESTION.format(city=city), PREFIX.format(city=city)
+    around = count(fact, question, prefix, number)
+    own = length - around
+    if own < SHORTEST_TEXT:
+        raise ValueError(
+            f"a needle needs a length of at least {around + SHORTEST_TEXT} tokens with this "
+            f"tokenizer, its question and template included; got {length}"
+        )
+    # Another stretch of the text for each document, so that one odd passage is not in all of them.
+    start = rng.randrange(max(1, len(text.tokens) - own))
+    while True:
+        haystack = tokenizer.decode(text.tokens[start : start + own])
+        context = hide(fact, haystack, depth)
+        tokens = count(context, question, prefix, number)
+        if tokens <= length:
+            return Needle(context, question, prefix, number, length, depth, tokens)
+        # Words cut elsewhere are other tokens, and a few more of them at times.
+        own -= tokens - length
+
+
+def hide(fact: str, haystack: str, depth: int) -> str:
+    """The fact between two sentences, as near to its depth as they allow."""
+    ends = [0, *(match.end() for match in SENTENCE_END.finditer(haystack)), len(haystack)]
+    wanted = len(haystack) * depth / 100
+    at = min(ends, key=lambda end: abs(end - wanted))
+    before, after = haystack[:at].rstrip(), haystack[at:].lstrip()
+    return " ".join(part for part in (before, fact, after) if part)
+
+
+def counter(tokenizer: Any) -> Count:
+    """Counts as lm-eval writes the prompt: in the chat template where the tokenizer has one."""
+
+    def count(context: str, question: str, prefix: str, answer: str) -> int:
+        asked = f"{context}\n\n{question}"
+        if tokenizer.chat_template is None:
+            return len(tokenizer.encode(f"{asked} {prefix} {answer}"))
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": prefix}]
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+        # Like lm-eval: no second BOS before a template that writes one.
+        bare = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        return len(tokenizer.encode(f"{prompt} {answer}", add_special_tokens=not bare))
+
+    return count

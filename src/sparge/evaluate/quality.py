@@ -1,0 +1,152 @@
+"""Perplexity by position, agreement and divergence; and the error of every layer and head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .logits import Comparison, compare, outputs_of
+from .settings import DENSE, SPARGE
+from .subject import Subject, density_of
+
+FIRST_EDGE = 128
+
+
+def measure_perplexity(subject: Subject, length: int, window: int) -> dict[str, Any]:
+    """One window of the text through both variants, summed up by position."""
+    ids, split = subject.window(length, window), subject.split
+    dense = outputs_of(subject.model, ids, split=split)
+    with subject.variant(SPARGE) as handle:
+        sparge = outputs_of(subject.model, ids, split=split)
+        density = density_of(handle.report())
+    return {"density": density, **sums_of(compare(dense, sparge, ids))}
+
+
+def sums_of(found: Comparison) -> dict[str, Any]:
+    """Sums over buckets of positions, so that windows can be added; the 99th percentile cannot."""
+    n = len(found.kl)
+    return {
+        "kl_p99": float(found.kl.quantile(0.99)),
+        "kl_max": float(found.kl.max()),
+        "buckets": [
+            _bucket(found, start, stop) for start, stop in edges_of(n + 1) if stop > max(start, 1)
+        ],
+    }
+
+
+def edges_of(length: int) -> list[tuple[int, int]]:
+    """Positions in powers of two: the same buckets, but for the last, at every length."""
+    edges, stop = [(0, min(FIRST_EDGE, length))], FIRST_EDGE
+    while stop < length:
+        edges.append((stop, min(2 * stop, length)))
+        stop *= 2
+    return edges
+
+
+def _bucket(found: Comparison, start: int, stop: int) -> dict[str, Any]:
+    # Token t is predicted by row t - 1; the first token by none.
+    part = slice(max(start, 1) - 1, stop - 1)
+    dense, sparge = found.dense[part], found.sparge[part]
+    extra = sparge - dense
+    return {
+        "start": start,
+        "stop": stop,
+        "tokens": len(dense),
+        DENSE: float(dense.sum()),
+        SPARGE: float(sparge.sum()),
+        "extra_squared": float((extra * extra).sum()),
+        "kl": float(found.kl[part].sum()),
+        "agree": float(found.agree[part].sum()),
+    }
+
+
+def perplexity_row(length: int, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All windows of one length as one text, and by position."""
+    buckets: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        for bucket in cell["buckets"]:
+            buckets.setdefault((bucket["start"], bucket["stop"]), []).append(bucket)
+    every = [bucket for each in buckets.values() for bucket in each]
+    return {
+        "length": length,
+        "windows": len(cells),
+        "density": sum(cell["density"] for cell in cells) / len(cells),
+        **_summary(every),
+        # Of the worst window: percentiles of several do not add up.
+        "kl_p99": max(cell["kl_p99"] for cell in cells),
+        "kl_max": max(cell["kl_max"] for cell in cells),
+        "buckets": [
+            {"start": start, "stop": stop, **_summary(each)}
+            for (start, stop), each in sorted(buckets.items())
+        ],
+    }
+
+
+def _summary(buckets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    total = {
+        name: sum(bucket[name] for bucket in buckets)
+        for name in ("tokens", DENSE, SPARGE, "extra_squared", "kl", "agree")
+    }
+    n = total["tokens"]
+    extra = (total[SPARGE] - total[DENSE]) / n
+    variance = max(0.0, total["extra_squared"] / n - extra * extra)
+    return {
+        "tokens": n,
+        "dense_perplexity": math.exp(total[DENSE] / n),
+        "sparge_perplexity": math.exp(total[SPARGE] / n),
+        "relative": math.expm1(extra),
+        # Of the relative change, as if tokens were independent; half of a window's own luck.
+        "relative_error": math.sqrt(variance / n),
+        "agreement": total["agree"] / n,
+        "kl_mean": total["kl"] / n,
+    }
+
+
+@torch.inference_mode()
+def measure_errors(subject: Subject, length: int) -> dict[str, Any]:
+    """Relative L1 against exact attention, and density, for each layer and head."""
+    ids = subject.window(length)
+    with subject.variant(SPARGE, measure_error=True) as handle:
+        subject.model(ids, use_cache=False, logits_to_keep=1)
+        report = handle.report()
+    return {
+        "layers": [layer.name for layer in report.layers],
+        "error": [_plain(layer.error_by_head) for layer in report.layers],
+        "density": [_plain(layer.density_by_head) for layer in report.layers],
+        "pv_skipped": [layer.pv_skipped for layer in report.layers],
+        "fallbacks": report.fallbacks,
+    }
+
+
+def errors_row(length: int, cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Over all heads and over layers; None for what no layer measured."""
+    heads = torch.tensor([e for layer in cell["error"] for e in layer or []], dtype=torch.float64)
+    layers = [sum(layer) / len(layer) for layer in cell["error"] if layer]
+    worst = max(range(len(layers)), key=layers.__getitem__) if layers else None
+    return {
+        "length": length,
+        "layers": len(layers),
+        "heads": len(heads),
+        "mean": sum(layers) / len(layers) if layers else None,
+        "median": _quantile(heads, 0.5),
+        "p95": _quantile(heads, 0.95),
+        "worst_layer": None if worst is None else cell["layers"][worst],
+        "worst_layer_mean": None if worst is None else layers[worst],
+        "layer_names": cell["layers"],
+        "layer_means": layers,
+        "error_by_head": cell["error"],
+        "density_by_head": cell["density"],
+        "fallbacks": cell["fallbacks"],
+    }
+
+
+def _quantile(numbers: Tensor, q: float) -> float | None:
+    return float(numbers.quantile(q)) if len(numbers) else None
+
+
+def _plain(values: Any) -> list[float] | None:
+    return [float(value) for value in values] if values else None

@@ -1,0 +1,90 @@
+"""The long real text: read, cut into tokens, and taken in windows of a length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..geometry import BLOCK_Q
+from .settings import digest_of
+
+
+@dataclass(frozen=True)
+class Text:
+    """prefix: the tokens that this tokenizer sets before every text, such as BOS."""
+
+    name: str
+    digest: str
+    tokens: tuple[int, ...]
+    prefix: tuple[int, ...] = ()
+
+    def window(self, length: int, i: int = 0) -> Tensor:
+        """[1, length] tokens. Windows are spread over the text, and more of them move none."""
+        own = length - len(self.prefix)
+        spare = len(self.tokens) - own
+        if spare < 0:
+            raise ValueError(_too_short(self, length))
+        start = round(spread(i) * spare)
+        return torch.tensor([[*self.prefix, *self.tokens[start : start + own]]])
+
+
+def spread(i: int) -> float:
+    """0, 1/2, 1/4, 3/4, 1/8, …: each in the widest gap that those before it leave."""
+    place, step = 0.0, 0.5
+    while i:
+        place += step * (i & 1)
+        i, step = i >> 1, step / 2
+    return place
+
+
+def read_text(name: str) -> str:
+    """A file, or a text of the zoo by its name."""
+    path = Path(name)
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--text {name!r} is not UTF-8 text: {error.reason}") from None
+    from .. import zoo
+
+    known = zoo.texts()
+    if name not in known:
+        raise ValueError(f"--text must be a file or one of {', '.join(known)}; {name!r} is neither")
+    return str(zoo.text(name))
+
+
+def cut(name: str, text: str, tokenizer: Any, *, needed: int) -> Text:
+    """The text in tokens; refused if it is shorter than the longest window asked for."""
+    tokens = _encode(tokenizer, text)
+    prefix = tokenizer("")["input_ids"]
+    found = Text(name, digest_of(text.encode()), tuple(tokens), tuple(map(int, prefix)))
+    if len(tokens) < BLOCK_Q:
+        raise ValueError(
+            f"the text {name!r} has {len(tokens)} tokens, less than one block of {BLOCK_Q}; "
+            "sparse attention has nothing to choose there; give a longer text"
+        )
+    if len(tokens) + len(prefix) < needed:
+        raise ValueError(_too_short(found, needed))
+    return found
+
+
+def _too_short(text: Text, needed: int) -> str:
+    has = len(text.tokens) + len(text.prefix)
+    return (
+        f"the text {text.name!r} has {has} tokens and the longest length asked for is {needed}; "
+        f"give a longer text, or lengths of at most {has}"
+    )
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    # A tokenizer warns of texts longer than its model; ours is cut into windows first.
+    limit = getattr(tokenizer, "model_max_length", None)
+    tokenizer.model_max_length = 1 << 60
+    try:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    finally:
+        tokenizer.model_max_length = limit

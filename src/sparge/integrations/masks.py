@@ -1,0 +1,179 @@
+"""Masks between transformers and `sparge.attention`: asked for in the smallest form, read back.
+
+The form depends on what a model's own code may do with a mask on its way (see `style_of`):
+  None            causal from the first key on, or nothing masked in a bidirectional module
+  bool [B, W]     padding of the first W keys; the queries are the last of them, and causal
+  4-D             the whole mask, diagonal included
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+)
+
+PADDING, BOOL, ADDITIVE = "padding", "bool", "additive"
+_styles: dict[type, str] = {}
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """The smallest tensor that says the mask; nothing of size q x kv for causal and padding."""
+    style = style_of(type(config))
+    compiling = torch.compiler.is_compiling()
+    # Where a cache keeps its length on the device, a graph cannot read it.
+    known = kv_offset == 0 and not (compiling and isinstance(q_offset, Tensor))
+    if known and style == PADDING and mask_function is causal_mask_function:
+        width = int(q_offset) + q_length
+        enough = attention_mask is None or attention_mask.shape[1] >= width
+        if allow_is_causal_skip and width <= kv_length and enough:
+            padding = None if attention_mask is None else attention_mask[:, :width]
+            if padding is not None and not compiling and bool(padding.all()):
+                padding = None
+            # The first rows know their diagonal without a mask, and one query has none to know.
+            if padding is not None or width == q_length or (q_length == 1 and width == kv_length):
+                return padding
+            return torch.ones((batch_size, width), dtype=torch.bool, device=device)
+    if mask_function is bidirectional_mask_function and style != ADDITIVE and kv_offset == 0:
+        if attention_mask is None and allow_is_bidirectional_skip:
+            return None
+        if attention_mask is not None and attention_mask.shape[1] == kv_length:
+            if allow_is_bidirectional_skip and not compiling and bool(attention_mask.all()):
+                return None
+            # A view of the padding: in full to the model's code, and nothing of size q x kv.
+            full = attention_mask[:, None, None, :]
+            return full.expand(batch_size, 1, q_length, kv_length)
+    make: Any = eager_mask if style == ADDITIVE else sdpa_mask
+    mask: Tensor | None = make(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        device=device,
+        **kwargs,
+    )
+    return mask
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def style_of(config_class: type) -> str:
+    """What a model's own code understands, by the implementations it says it supports.
+
+    With flash attention it passes 2-D masks on untouched; with SDPA it takes None or bool in full;
+    with neither it may add to its mask, and takes None for nothing masked.
+    """
+    known = _styles.get(config_class)
+    if known is None:
+        classes = _models_of(config_class)
+        if classes and all(getattr(each, "_supports_flash_attn", False) for each in classes):
+            known = PADDING
+        elif not classes or all(getattr(each, "_supports_sdpa", False) for each in classes):
+            known = BOOL
+        else:
+            known = ADDITIVE
+        _styles[config_class] = known
+    return known
+
+
+def takes_sdpa(config_class: type) -> bool:
+    """Whether a model of this config says that SDPA computes its attention."""
+    classes = _models_of(config_class)
+    return all(getattr(each, "_supports_sdpa", False) for each in classes)
+
+
+def _models_of(config_class: type) -> list[type]:
+    """The model classes of a config: by the auto class, or among those loaded."""
+    from transformers import PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    try:
+        model = MODEL_MAPPING[config_class]
+    except (KeyError, ImportError, AttributeError, ValueError):
+        found: list[type] = []
+        queue: list[type] = [PreTrainedModel]
+        while queue:
+            subclasses: list[type] = queue.pop().__subclasses__()
+            queue += subclasses
+            found += [c for c in subclasses if getattr(c, "config_class", None) is config_class]
+        return found
+    models = model if isinstance(model, list | tuple) else [model]
+    return [each for each in models if each is not None]
+
+
+def to_attention(
+    mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The keys that count, their values, and the mask in the words of `sparge.attention`."""
+    Lq = query.shape[2]
+    align = "top_left"
+    if mask is None:
+        if causal and key.shape[2] > Lq:  # a static cache: what follows is not filled yet
+            key, value = key[:, :, :Lq], value[:, :, :Lq]
+    elif mask.dim() == 2:
+        width = mask.shape[1]
+        key, value = key[:, :, :width], value[:, :, :width]
+        causal, align = True, "bottom_right"
+        plain = not torch.compiler.is_compiling() and bool(mask.all())
+        mask = None if plain else mask[:, None, None, :]
+    else:
+        # The mask has the diagonal in it; the queries are the last of the keys.
+        align = "bottom_right" if causal and key.shape[2] > Lq else align
+        causal = False
+        if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
+            mask = mask[:, :, :1]
+        mask = _hiding(mask)
+    return key, value, {"attn_mask": mask, "is_causal": causal, "causal_align": align}
+
+
+def _hiding(mask: Tensor) -> Tensor:
+    """Additive masks hide by the lowest number of their dtype; a block is skipped only by -inf."""
+    if not mask.is_floating_point():
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min
+    if not torch.compiler.is_compiling() and bool((hidden | (mask == 0)).all()):
+        return ~hidden
+    return mask.masked_fill(hidden, -torch.inf)
+
+
+def in_full(padding: Tensor, Lq: int) -> Tensor:
+    """The 4-D mask of a 2-D one; the queries are the last of its keys."""
+    full = padding[:, None, None, :]
+    Lk = padding.shape[1]
+    keys = torch.arange(Lk, device=padding.device)
+    return full & (keys <= keys[Lk - Lq :, None])
+
+
+def additive(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+    """Eager attention adds its mask, and knows no diagonal without one."""
+    Lq, Lk = query.shape[2], key.shape[2]
+    if mask is None and causal and Lq > 1:
+        rows = torch.arange(Lq, device=query.device)
+        mask = (torch.arange(Lk, device=query.device) <= rows[:, None])[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    lowest = torch.finfo(query.dtype).min
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)

@@ -1,0 +1,64 @@
+"""Calibration inputs from long texts: windows at places that evaluation does not look at.
+
+Evaluation takes its windows at 0, 1/2, 1/4, 3/4, … of a text; these lie a sixteenth further on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..evaluate.texts import Text, cut, read_text, spread
+
+MOST_OF_A_TEXT = 16
+
+
+@dataclass(frozen=True)
+class Window:
+    """about: the text and its first token, for the record."""
+
+    tokens: Tensor
+    about: str
+
+
+def calibration_windows(
+    names: Sequence[str], tokenizer: Any, *, length: int, inputs: int
+) -> list[Window]:
+    """Windows of some texts in turn; the texts are named, of the zoo or files."""
+    if inputs > MOST_OF_A_TEXT * len(names):
+        raise ValueError(
+            f"at most {MOST_OF_A_TEXT} inputs are taken of one text, got {inputs} of {len(names)}; "
+            "give another --text"
+        )
+    texts = texts_of(names, tokenizer, length=length)
+    return [
+        _window(texts[j % len(texts)], length, place_of(j // len(texts))) for j in range(inputs)
+    ]
+
+
+def held_out_windows(
+    names: Sequence[str], tokenizer: Any, *, length: int, inputs: int
+) -> list[Window]:
+    """Windows where evaluation has its own: none that calibration took, if the text is long."""
+    texts = texts_of(names, tokenizer, length=length)
+    return [_window(texts[j % len(texts)], length, spread(j // len(texts))) for j in range(inputs)]
+
+
+def texts_of(names: Sequence[str], tokenizer: Any, *, length: int) -> list[Text]:
+    return [cut(name, read_text(name), tokenizer, needed=length) for name in names]
+
+
+def place_of(j: int) -> float:
+    """As a share of the text."""
+    return spread(j) + (1 / 16 if j < MOST_OF_A_TEXT // 2 else 1 / 32)
+
+
+def _window(text: Text, length: int, place: float) -> Window:
+    own = length - len(text.prefix)
+    start = round(place * (len(text.tokens) - own))
+    tokens = [*text.prefix, *text.tokens[start : start + own]]
+    return Window(torch.tensor([tokens]), f"{text.name} from token {start}")

@@ -1,0 +1,136 @@
+"""NOUN what is kept of one attention call for tuning: all keys and values, some query blocks.
+
+Query blocks are kept whole, because prediction reads statistics of whole blocks; keys are kept
+whole, because smoothing and prediction read all of them. So a kept block, run at its own place
+in the sequence (`tokens`), is the very block of the whole call, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..geometry import BLOCK_Q, block_range, diagonal_offset, n_blocks
+from ..tokenmask import TokenMask, as_4d
+
+BLOCKS = 8
+"""Query blocks kept of each call, evenly spread, the last one included."""
+
+
+@dataclass(frozen=True)
+class Placed(TokenMask):
+    """Some query rows of a longer sequence; the first stands at key position `at`."""
+
+    at: int = 0
+
+    @property
+    def offset(self) -> int:
+        return self.at
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One call of one sequence.
+
+    query `[1, Hq, rows, D]`: the kept blocks one behind another; key, value `[1, Hk, Lk, …]`.
+    starts: the first row of each kept block in the call's Lq queries, ascending.
+    attn_mask: `[1, 1|Hq, 1|rows, 1|Lk]`, the rows of the kept blocks; None without one.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    starts: tuple[int, ...]
+    Lq: int
+    scale: float
+    is_causal: bool = False
+    causal_align: str = "top_left"
+    attn_mask: Tensor | None = None
+
+    @property
+    def Hq(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def rows(self, i: int) -> slice:
+        """Where block i lies in `query`; only the last may be shorter than the others."""
+        return block_range(i, BLOCK_Q, self.query.shape[2])
+
+    def tokens(self, i: int) -> Placed:
+        """What block i may attend, at its place in the whole call."""
+        rows = self.rows(i)
+        offset = diagonal_offset(self.Lq, self.key.shape[2], self.causal_align)
+        mask = self.attn_mask
+        mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows].contiguous()
+        facts = (self.is_causal, self.causal_align, mask, self.starts[i] + offset)
+        return Placed(rows.stop - rows.start, self.key.shape[2], *facts)
+
+    def head(self, h: int) -> Capture:
+        """One query head alone."""
+        mask, kv = self.attn_mask, h // self.group
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask[:, h : h + 1]
+        return replace(
+            self,
+            query=self.query[:, h : h + 1].contiguous(),
+            key=self.key[:, kv : kv + 1].contiguous(),
+            value=self.value[:, kv : kv + 1].contiguous(),
+            attn_mask=mask,
+        )
+
+
+def sampled_blocks(Lq: int, blocks: int) -> list[int]:
+    """Query blocks to keep, evenly spread, the last one included.
+
+    As the rows of a block are sampled: the end of each of `blocks` equal parts.
+    """
+    n_q = n_blocks(Lq, BLOCK_Q)
+    r = min(blocks, n_q)
+    return [(t + 1) * n_q // r - 1 for t in range(r)]
+
+
+def captures_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    facts: Mapping[str, Any],
+    *,
+    blocks: int = BLOCKS,
+) -> list[Capture]:
+    """One capture for each sequence of the batch.
+
+    facts: the other arguments of `attention`, such as is_causal and scale. The tensors are copies.
+    """
+    if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
+        raise ValueError(f"blocks must be a whole number of at least 1, got {blocks!r}")
+    Lq, scale = query.shape[2], facts.get("scale")
+    chosen = [block_range(i, BLOCK_Q, Lq) for i in sampled_blocks(Lq, blocks)]
+    at = torch.cat([torch.arange(rows.start, rows.stop) for rows in chosen]).to(query.device)
+    mask = as_4d(facts.get("attn_mask"))
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask[:, :, at]
+    made = []
+    for b in range(query.shape[0]):
+        own = None if mask is None else mask[b : b + 1] if mask.shape[0] > 1 else mask
+        made.append(
+            Capture(
+                query=query[b : b + 1, :, at].detach().clone(),
+                key=key[b : b + 1].detach().clone(),
+                value=value[b : b + 1].detach().clone(),
+                starts=tuple(rows.start for rows in chosen),
+                Lq=Lq,
+                scale=float(query.shape[3] ** -0.5 if scale is None else scale),
+                is_causal=bool(facts.get("is_causal", False)),
+                causal_align=str(facts.get("causal_align", "top_left")),
+                attn_mask=None if own is None else own.detach().clone(),
+            )
+        )
+    return made

@@ -1,0 +1,209 @@
+"""Score the kept query blocks of one head once, in pieces that serve every setting of the search.
+
+For each kept query block and key block j, with weights p of the run's own (8-bit) scores:
+
+    parts[j] = Σ_{k in j} p_k · v_k    [rows, Dv]        sums[j] = Σ_{k in j} p_k    [rows]
+
+The output over any set of key blocks is Σ parts / Σ sums. What the run does beyond this (16-bit
+weights, its running maximum) is small; the settings that are found are run before they count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend
+from ..call import work_dtype
+from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, in_blocks, n_blocks, sampled_rows
+from ..plan.forced import forced_blocks
+from ..plan.reference import BlockStatistics, block_statistics, predict_mean
+from ..qtensor import QTensor
+from ..quantize import quantize
+from ..quantize.reference import smooth_keys
+from ..recipe import Recipe
+from ..scores import working
+from ..tokenmask import EXCLUDED
+from .capture import Capture
+from .pieces import exact_output, keys_seen, masked
+
+MOST_BYTES = 1 << 30
+"""Of what is held at once. Of one head, not every group of rows is scored beyond it; of a layer,
+heads are scored again when they are needed again."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One kept query block of one head, over the `n` key blocks that it sees.
+
+    parts `[n, rows, Dv]`, sums and maxima (natural log) `[n, rows]`, truth `[rows, Dv]`.
+    """
+
+    parts: Tensor
+    sums: Tensor
+    maxima: Tensor
+    truth: Tensor
+
+    def only(self, kept: Tensor) -> Block:
+        """Over some of the key blocks."""
+        kept = kept[: len(self.sums)]
+        return Block(self.parts[kept], self.sums[kept], self.maxima[kept], self.truth)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What planning knows of one head's kept query blocks, `[blocks, n_k]` each.
+
+    mean: P̂ without a judge. rows: P̂ of the sampled rows. k_similarity `[n_k]`, q_similarity
+    `[blocks]`.
+    """
+
+    mean: Tensor
+    rows: Tensor
+    may: Tensor
+    forced: Tensor
+    q_similarity: Tensor
+    k_similarity: Tensor
+
+    @property
+    def blend(self) -> Tensor:
+        return (self.mean + self.rows) * 0.5
+
+
+@dataclass(frozen=True)
+class HeadView:
+    """Everything the search reads of one head and one input."""
+
+    blocks: tuple[Block, ...]
+    prediction: Prediction
+    right: float
+    """Σ|truth| over all scored rows."""
+
+
+class Scorer:
+    """One capture, ready to be scored head by head."""
+
+    def __init__(self, capture: Capture, recipe: Recipe, backend: Backend) -> None:
+        self.capture, self.recipe = capture, recipe
+        self.exact = exact_output(capture)
+        self.work = work_dtype(capture.query.dtype)
+        given = (capture.query, capture.key, capture.value)
+        operands = quantize(
+            *given, scale=capture.scale, precision=recipe.precision, backend=backend
+        )
+        numbers = (operands.query, operands.key, operands.value)
+        self.q, self.k, self.v = (self._numbers(x) for x in numbers)
+        self.smooth, _ = smooth_keys(capture.key)
+
+    def _numbers(self, x: Tensor | QTensor) -> Tensor:
+        """What the kernels compute with, `[H, L, D]`."""
+        if isinstance(x, QTensor):
+            return x.dequantize()[0]
+        precision = "exact" if self.recipe.precision == "exact" else "half"
+        return working(x, precision)[0]
+
+    def view(self, h: int, thin: int = 1) -> HeadView:
+        """One head; of the groups of rows every `thin`-th is scored."""
+        blocks, rows = [], []
+        for i in range(len(self.capture.starts)):
+            block, mass = self._block(h, i, thin)
+            blocks.append(block)
+            rows.append(mass)
+        right = sum(float(block.truth.abs().sum(dtype=torch.float64)) for block in blocks)
+        return HeadView(tuple(blocks), self._prediction(h, torch.stack(rows)), right)
+
+    def _block(self, h: int, i: int, thin: int) -> tuple[Block, Tensor]:
+        """The block, and the mass that its sampled rows give to every key block `[n_k]`."""
+        capture, tokens = self.capture, self.capture.tokens(i)
+        rows, stop = capture.rows(i), keys_seen(tokens)
+        kv = h // capture.group
+        scores = masked((self.q[h, rows] @ self.k[kv, :stop].mT) * capture.scale, tokens, h)
+        top = scores.amax(-1, keepdim=True)
+        weights = (scores - top.masked_fill_(top == -math.inf, 0.0)).exp_()
+        by_block = cut(weights, -1, BLOCK_K)
+        sums = by_block.sum(-1)
+        sampled = sums[sampled_rows(len(sums), self.recipe.sample_rows)]
+        total = sampled.sum(-1, keepdim=True)
+        mass = torch.where(total > 0, sampled / total, 0.0).sum(0) / (total > 0).sum().clamp(min=1)
+        n_k = n_blocks(tokens.Lk, BLOCK_K)
+        whole_mass = mass.new_zeros(n_k)
+        whole_mass[: len(mass)] = mass
+        group = torch.arange(len(sums), device=sums.device) // ROW_GROUP
+        # Other groups in every block, so that all places of a block are seen; at least one.
+        first = i % thin % n_blocks(len(sums), ROW_GROUP)
+        chosen = (group % thin == first).nonzero().squeeze(1) if thin > 1 else slice(None)
+        by_block = by_block[chosen]
+        parts = by_block.transpose(0, 1) @ cut(self.v[kv, :stop], -2, BLOCK_K)
+        maxima = cut(scores, -1, BLOCK_K, fill=-math.inf).amax(-1)[chosen]
+        truth = self.exact[h, rows][chosen]
+        return Block(parts, sums[chosen].T.contiguous(), maxima.T.contiguous(), truth), whole_mass
+
+    def _prediction(self, h: int, rows: Tensor) -> Prediction:
+        kv = h // self.capture.group
+        of_q, of_k = self._statistics
+        n = rows.shape[0]
+        may, forced = self._places(h)
+        trusted = may[None, None]
+        pooled = of_q.pooled[:, h : h + 1], of_k.pooled[:, kv : kv + 1]
+        Lk, scale = self.capture.key.shape[2], self.capture.scale
+        mean = predict_mean(*pooled, trusted, Lk=Lk, scale=scale)[0, 0]
+        assert mean.shape[0] == n
+        return Prediction(
+            mean, rows.float(), may, forced, of_q.similarity[0, h], of_k.similarity[0, kv]
+        )
+
+    @cached_property
+    def _statistics(self) -> tuple[BlockStatistics, BlockStatistics]:
+        return block_statistics(self.capture.query, BLOCK_Q), block_statistics(self.smooth, BLOCK_K)
+
+    def _places(self, h: int) -> tuple[Tensor, Tensor]:
+        """`(may, forced)` of every kept block, bool `[blocks, n_k]`."""
+        device, may, forced = self.capture.query.device, [], []
+        for i in range(len(self.capture.starts)):
+            tokens = self.capture.tokens(i)
+            kinds = tokens.block_kinds(device)
+            may.append(kinds[0, h if kinds.shape[1] > 1 else 0, 0] != EXCLUDED)
+            forced.append(forced_blocks(tokens, self.recipe, device)[0])
+        return torch.stack(may), torch.stack(forced)
+
+
+def cut(x: Tensor, dim: int, block: int, *, fill: float = 0.0) -> Tensor:
+    """`in_blocks`, without its copy where there is no tail."""
+    if x.shape[dim] % block == 0:
+        return x.unflatten(dim, (-1, block))
+    return in_blocks(x, dim, block, fill=fill)
+
+
+class Views:
+    """The heads of a layer as the search reads them, one view for each input.
+
+    scored: how often the whole layer was scored.
+    """
+
+    def __init__(self, scorers: Sequence[Scorer]) -> None:
+        self.scorers = scorers
+        captures = [scorer.capture for scorer in scorers]
+        sizes = [c.query.shape[2] * c.key.shape[2] * c.value.shape[3] for c in captures]
+        of_a_head = 4 * sum(sizes) // BLOCK_K
+        self.thin = min(max(1, -(-of_a_head // MOST_BYTES)), BLOCK_Q // ROW_GROUP)
+        self._held: dict[int, list[HeadView]] = {}
+        self._room = MOST_BYTES // of_a_head
+        self._times = [0] * captures[0].Hq
+
+    @property
+    def scored(self) -> int:
+        return max(self._times)
+
+    def head(self, h: int) -> list[HeadView]:
+        found = self._held.get(h)
+        if found is None:
+            self._times[h] += 1
+            found = [scorer.view(h, self.thin) for scorer in self.scorers]
+            if len(self._held) < self._room:
+                self._held[h] = found
+        return found

@@ -1,0 +1,221 @@
+"""The search of one head: the sparsest setting whose error stays within a bound on every input.
+
+Settings are tried from the sparsest on, so that nothing is assumed of how the error changes with a
+setting. A setting is given up as soon as what it got wrong so far exceeds what the bound allows in
+all: most of them after a block or two of the first input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..geometry import ROW_GROUP
+from .score import Block, HeadView, Prediction, cut
+
+MASSES = (
+    *(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.54, 0.58, 0.62, 0.65, 0.68),
+    *(0.7, 0.72, 0.74, 0.76, 0.78, 0.8, 0.815, 0.83, 0.845, 0.86, 0.87, 0.88, 0.89, 0.9),
+    *(0.905, 0.91, 0.915, 0.92, 0.925, 0.93, 0.935, 0.94, 0.945, 0.95, 0.955, 0.96),
+    *(0.965, 0.97, 0.975, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.997, 0.998, 0.999, 0.9995),
+)
+SIMILARITIES = (None, *(i / 16 for i in range(1, 16)))
+"""Below 0 the judge is off, so there is nothing to try there."""
+PV_SKIPS = (
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    3.0,
+    3.5,
+    4.0,
+    4.5,
+    5.0,
+    5.5,
+    6.0,
+    7.0,
+    8.0,
+    9.0,
+    10.0,
+    12.0,
+    15.0,
+)
+NO_GAIN = 0.95
+"""A head that would keep more than this stays dense."""
+LEVELS = (1.0, 0.97, 0.93, 0.87, 0.75)
+"""Of the bound: beside the sparsest setting, safer ones are found for when its run exceeds it."""
+AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one head keeps; error, density and pv_skipped as the scores say."""
+
+    mass: float = 1.0
+    min_similarity: float | None = None
+    pv_skip: float | None = None
+    error: float = 0.0
+    density: float = 1.0
+    pv_skipped: float = 0.0
+
+
+def kept_sets(
+    prediction: Prediction,
+    predictor: str,
+    similarities: Sequence[float | None],
+    masses: Tensor,
+) -> Tensor:
+    """What every setting keeps, bool `[blocks, similarities, masses, n_k]`."""
+    p = prediction.mean if predictor == "mean" else prediction.blend
+    may, device = prediction.may, p.device
+    least = torch.tensor([-1.0 if s is None else s for s in similarities], device=device)
+    odd_columns = ~(prediction.k_similarity >= least[:, None])
+    odd_rows = ~(prediction.q_similarity[:, None] >= least)
+    # The judge takes columns out of the softmax, which changes no order among the others.
+    trusted = may[:, None] & ~odd_columns
+    order = torch.where(may, p, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    rank = order.argsort(-1)
+    held = torch.where(trusted, p[:, None], 0.0).double()
+    reached = held.gather(-1, order[:, None].expand_as(held)).cumsum(-1)
+    total = reached[..., -1:]
+    crossing = torch.searchsorted(reached, (masses.to(device) * total).contiguous())
+    chosen = rank[:, None, None] <= crossing[..., None]
+    unknown = ~(total > 0)  # also of a prediction that is not finite
+    always = prediction.forced[:, None] | odd_columns | odd_rows[..., None] | unknown
+    return ((chosen & trusted[:, :, None]) | always[:, :, None]) & may[:, None, None]
+
+
+def find_ladder(views: Sequence[HeadView], predictor: str, l1: float) -> list[Setting]:
+    """The sparsest setting whose error is at most l1 on every view, then safer ones; maybe none."""
+    similarities = SIMILARITIES if predictor == "mean" else (None,)
+    masses = torch.tensor(MASSES, dtype=torch.float64)
+    kept = [kept_sets(view.prediction, predictor, similarities, masses) for view in views]
+    allowed = sum(int(view.prediction.may.sum()) for view in views)
+    counts = torch.stack([k.sum((0, 3)) for k in kept]).sum(0)
+    density = (counts.double() / allowed).flatten()
+    # Masses that keep the same are one setting; the largest stands for them, as the safest.
+    last = torch.ones_like(counts, dtype=torch.bool)
+    last[:, :-1] = counts[:, :-1] != counts[:, 1:]
+    order = density.argsort(stable=True)
+    order = order[last.flatten()[order] & (density[order] <= NO_GAIN)]
+    flat = [k.flatten(1, 2) for k in kept]
+    ladder: list[Setting] = []
+    levels = [level * l1 for level in LEVELS]
+    for some in order.split(AT_ONCE):
+        fits, errors = within(views, [k[:, some] for k in flat], levels[0])
+        for i, error in zip(some[fits].tolist(), errors.tolist(), strict=True):
+            if not levels or error > levels[0]:
+                continue
+            while levels and error <= levels[0]:
+                levels.pop(0)
+            ladder.append(
+                Setting(
+                    mass=MASSES[i % len(MASSES)],
+                    min_similarity=similarities[i // len(MASSES)],
+                    error=error,
+                    density=float(density[i]),
+                )
+            )
+        if not levels:
+            break
+    return ladder
+
+
+def within(
+    views: Sequence[HeadView], kept: Sequence[Tensor], bound: float
+) -> tuple[Tensor, Tensor]:
+    """`(which, error)`: settings whose error is at most the bound on every view, and the largest.
+
+    kept `[blocks, settings, n_k]` for each view.
+    """
+    alive = torch.arange(kept[0].shape[1], device=kept[0].device)
+    worst = torch.zeros_like(alive, dtype=torch.float64)
+    for view, sets in zip(views, kept, strict=True):
+        wrong = torch.zeros_like(worst)
+        for block, own in zip(view.blocks, sets, strict=True):
+            if not len(alive):
+                return alive, worst
+            chosen = own[alive, : len(block.sums)].to(block.sums.dtype)
+            wrong += _wrong(chosen @ block.parts.flatten(1), chosen @ block.sums, block.truth)
+            fits = wrong <= bound * view.right
+            alive, worst, wrong = alive[fits], worst[fits], wrong[fits]
+        # A head that gives nothing at all has nothing to get wrong.
+        worst = torch.maximum(worst, wrong / view.right if view.right else wrong)
+    return alive, worst
+
+
+def _wrong(numerator: Tensor, denominator: Tensor, truth: Tensor) -> Tensor:
+    """Σ|output - truth| of every setting; rows without any mass are zeros."""
+    rows, Dv = truth.shape
+    out = numerator.unflatten(-1, (rows, Dv))
+    out /= denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
+    # fp32 adds a row of an output well enough; asked for fp64, torch would copy all of it first.
+    return out.sub_(truth).abs_().sum(-1).double().sum(-1)
+
+
+def find_pv_ladder(
+    views: Sequence[HeadView], predictor: str, setting: Setting, l2: float
+) -> list[Setting]:
+    """The second filter on top of a setting: the most skipping within l2, then safer ones."""
+    device = views[0].prediction.may.device
+    errors, skipped = torch.zeros((2, len(PV_SKIPS)), dtype=torch.float64, device=device).unbind()
+    groups = 0
+    masses = torch.tensor([setting.mass], dtype=torch.float64)
+    for view in views:
+        kept = kept_sets(view.prediction, predictor, [setting.min_similarity], masses)[:, 0, 0]
+        wrong = torch.zeros_like(errors)
+        for block, own in zip(view.blocks, kept, strict=True):
+            block = block.only(own)
+            skip = pv_skips(block.maxima, PV_SKIPS)
+            wrong += _wrong_with_pv(block, skip)
+            skipped += skip.sum((1, 2))
+            groups += skip[0].numel()
+        errors = torch.maximum(errors, wrong / view.right if view.right else wrong)
+    ladder: list[Setting] = []
+    for level in LEVELS[:3]:
+        i = next((i for i, e in enumerate(errors.tolist()) if e <= level * l2), None)
+        if i is None or not float(skipped[i]):
+            break
+        one = replace(
+            setting,
+            pv_skip=PV_SKIPS[i],
+            error=float(errors[i]),
+            pv_skipped=float(skipped[i]) / groups,
+        )
+        if one not in ladder:
+            ladder.append(one)
+    return ladder
+
+
+def pv_skips(maxima: Tensor, thresholds: Sequence[float]) -> Tensor:
+    """What the second filter skips, bool `[thresholds, n, groups]`.
+
+    maxima `[n, rows]`: of each kept key block in ascending order, -inf where masked.
+    """
+    before = torch.full_like(maxima, -math.inf)
+    before[1:] = maxima.cummax(0).values[:-1]
+    # A row that has seen nothing yet skips nothing: -inf - -inf is NaN, which is no distance.
+    gap = (before - maxima).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    nearest = cut(gap, -1, ROW_GROUP, fill=math.inf).amin(-1)
+    limit = torch.tensor(thresholds, dtype=gap.dtype, device=gap.device)[:, None, None]
+    return nearest >= limit
+
+
+def _wrong_with_pv(block: Block, skip: Tensor) -> Tensor:
+    """Σ|output - truth| for every threshold of the second filter; all groups of rows at once."""
+    kept = (~skip).to(block.sums.dtype).permute(2, 0, 1)
+    # The tail of a last group is rows of zeros, which are right as they are.
+    parts = cut(block.parts, -2, ROW_GROUP).flatten(2).transpose(0, 1)
+    sums = cut(block.sums, -1, ROW_GROUP).transpose(0, 1)
+    out = (kept @ parts).unflatten(-1, (ROW_GROUP, -1))
+    row_sum = kept @ sums
+    out /= row_sum.masked_fill(row_sum == 0, 1.0).unsqueeze(-1)
+    out -= cut(block.truth, -2, ROW_GROUP).unsqueeze(1)
+    return out.abs_().sum(-1).double().sum((0, 2))

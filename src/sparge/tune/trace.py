@@ -1,0 +1,184 @@
+"""A trace: captures of every layer on some inputs, in a directory that can be carried elsewhere.
+
+    manifest.json                        what is there, of which model; replaced as a whole
+    input-<digest>/layer-003.safetensors the capture of one layer (…-1 for a second call of it)
+
+Files are written while the model runs, one layer at a time, so memory holds one. An input counts
+once the manifest names it; a trace that was interrupted goes on with the inputs it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files import replace_file
+from ..profile import Fingerprint
+from .capture import Capture
+
+FORMAT = "sparge.trace/1"
+MANIFEST = "manifest.json"
+_FACTS = ("starts", "Lq", "scale", "is_causal", "causal_align")
+_TENSORS = ("query", "key", "value", "attn_mask")
+
+
+@dataclass(frozen=True)
+class TracedInput:
+    """files: of each layer, its captures: the file's name, its size, and the facts of the call."""
+
+    digest: str
+    about: str
+    noise_level: float | None
+    files: Mapping[str, Sequence[Mapping[str, Any]]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry["bytes"] for entries in self.files.values() for entry in entries)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace as its manifest says it; tensors are read, memory-mapped, when they are asked for."""
+
+    directory: Path
+    model: Fingerprint
+    name: str
+    blocks: int
+    layers: tuple[str, ...]
+    inputs: tuple[TracedInput, ...]
+    calibration: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> Trace:
+        path = Path(directory) / MANIFEST
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']!r}, this sparge reads {FORMAT!r}")
+            model = data["model"]
+            return cls(
+                directory=Path(directory),
+                model=Fingerprint(model["architecture"], model["shapes"], model["weights"]),
+                name=str(model["name"]),
+                blocks=int(data["blocks"]),
+                layers=tuple(data["layers"]),
+                inputs=tuple(TracedInput(**each) for each in data["inputs"]),
+                calibration=dict(data["calibration"]),
+            )
+        except FileNotFoundError:
+            raise ValueError(
+                f"{os.fspath(directory)!r} holds no trace ({MANIFEST} is not there); sparge trace "
+                "writes one"
+            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"the trace {path} is damaged: {_words(error)}") from None
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.bytes for each in self.inputs)
+
+    def captures(self, layer: str) -> list[Capture]:
+        """All captures of a layer by its whole name, input after input."""
+        if layer not in self.layers:
+            raise ValueError(f"the trace has no layer {layer!r}; there is {self.layers[0]}, …")
+        return [
+            _read(self.directory / entry["file"], entry)
+            for each in self.inputs
+            for entry in each.files.get(layer, ())
+        ]
+
+    def is_whole(self, each: TracedInput) -> bool:
+        """Every file of an input is there in its size."""
+        for entry in _entries(each):
+            try:
+                if (self.directory / entry["file"]).stat().st_size != entry["bytes"]:
+                    return False
+            except OSError:
+                return False
+        return True
+
+    def save(self) -> None:
+        model = {"name": self.name, **asdict(self.model)}
+        data = {
+            "format": FORMAT,
+            "model": model,
+            "blocks": self.blocks,
+            "calibration": dict(self.calibration),
+            "layers": list(self.layers),
+            "inputs": [asdict(each) for each in self.inputs],
+        }
+        replace_file(self.directory / MANIFEST, f"{json.dumps(data, indent=1)}\n".encode())
+
+    def delete(self) -> None:
+        """Remove the files that the manifest names, it, and the directories this leaves empty."""
+        (self.directory / MANIFEST).unlink(missing_ok=True)
+        places = {self.directory}
+        for each in self.inputs:
+            for entry in _entries(each):
+                (self.directory / entry["file"]).unlink(missing_ok=True)
+                places.add((self.directory / entry["file"]).parent)
+        for place in sorted(places, key=lambda p: -len(p.parts)):
+            with suppress(OSError):  # something else is in it
+                place.rmdir()
+
+
+def write(directory: Path, file: str, capture: Capture) -> dict[str, Any]:
+    """Write one capture; returns its entry in the manifest."""
+    from safetensors.torch import save
+
+    tensors = {
+        name: tensor.cpu().contiguous()
+        for name in _TENSORS
+        if (tensor := getattr(capture, name)) is not None
+    }
+    data = save(tensors)
+    (directory / file).parent.mkdir(parents=True, exist_ok=True)
+    replace_file(directory / file, data)
+    facts = {name: getattr(capture, name) for name in _FACTS}
+    return {"file": file, "bytes": len(data), **facts, "starts": list(capture.starts)}
+
+
+def size_of(capture: Capture) -> int:
+    tensors = (getattr(capture, name) for name in _TENSORS)
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def _read(path: Path, entry: Mapping[str, Any]) -> Capture:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path} of the trace cannot be read: {_words(error)}; trace this input again"
+        ) from None
+    facts = {name: entry[name] for name in _FACTS}
+    return Capture(**tensors, **{**facts, "starts": tuple(facts["starts"])})
+
+
+def cast(capture: Capture, dtype: torch.dtype | None) -> Capture:
+    """The same in another dtype, half the size say; masks stay as they are."""
+    if dtype is None:
+        return capture
+    changed = {name: getattr(capture, name).to(dtype) for name in ("query", "key", "value")}
+    facts = {name: getattr(capture, name) for name in _FACTS}
+    return Capture(**changed, **facts, attn_mask=capture.attn_mask)
+
+
+def _entries(each: TracedInput) -> Iterator[Mapping[str, Any]]:
+    for entries in each.files.values():
+        yield from entries
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return " ".join(str(error).split())

@@ -1,0 +1,173 @@
+"""Trace a model: run it on calibration inputs with its attention exact, and keep what it attends.
+
+Attention is dense meanwhile, so the activations of every layer are those of the model itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..backends import DENSE
+from ..integrations import accelerate
+from ..profile import fingerprint
+from .capture import BLOCKS, captures_of
+from .trace import MANIFEST, Trace, TracedInput, cast, size_of, write
+
+MAX_BYTES = 16 << 30
+Inputs = Tensor | Mapping[str, Any]
+
+
+def trace_model(
+    model: nn.Module,
+    inputs: Sequence[Inputs],
+    directory: str | os.PathLike[str],
+    *,
+    blocks: int = BLOCKS,
+    layers: Iterable[str] | Callable[[str], bool] | None = None,
+    max_bytes: int = MAX_BYTES,
+    dtype: torch.dtype | None = None,
+    name: str = "",
+    about: Sequence[str] | None = None,
+    calibration: Mapping[str, Any] | None = None,
+    done: Callable[[str], None] = lambda digest: None,
+) -> Trace:
+    """Run a transformers model on inputs and keep q, k, v of its layers in a directory.
+
+    inputs: token ids `[B, L]`, or the model's keyword arguments. blocks: query blocks to keep of
+    each call. layers: names with `*` and `?`, or a function of the name. dtype: to store the
+    tensors in, None as they are. about: a few words on each input. done: told of each input.
+
+    A directory that holds some of these inputs already is completed, not begun again. The model's
+    own attention is back when this returns; settings of an earlier `accelerate` are not.
+    """
+    where = Path(directory)
+    where.mkdir(parents=True, exist_ok=True)
+    with accelerate(model, backend=DENSE, layers=layers) as handle:
+        names = tuple(layer.name for layer in handle.report().layers if layer.recipe is not None)
+        trace = Trace(where, fingerprint(model), name, blocks, names, (), dict(calibration or {}))
+        trace = _completed(trace)
+        for i, given in enumerate(inputs):
+            digest = digest_of(given)
+            if all(each.digest != digest for each in trace.inputs):
+                room = _Room(max_bytes, trace.bytes, len(names) * (len(inputs) - i))
+                folder = f"input-{digest[:12]}"
+                taps = {
+                    layer: _Tap(where, f"{folder}/layer-{n:03d}", blocks, dtype, room)
+                    for n, layer in enumerate(names)
+                }
+                for layer, tap in taps.items():
+                    handle.tap(layer, tap)
+                _forward(model, given)
+                words = about[i] if about else ""
+                files = {layer: tap.entries for layer, tap in taps.items() if tap.entries}
+                _check_any(files, model)
+                traced = TracedInput(digest, words, None, files)
+                trace = replace(trace, inputs=(*trace.inputs, traced))
+                trace.save()
+            done(digest)
+    return trace
+
+
+def digest_of(given: Inputs) -> str:
+    """Of the numbers that go in; the same input has the same digest on every machine."""
+    digest = hashlib.sha256()
+    for name, value in sorted(_arguments(given).items()):
+        digest.update(name.encode())
+        if isinstance(value, Tensor):
+            numbers = value.detach().cpu().contiguous()
+            digest.update(f"{numbers.dtype}{list(numbers.shape)}".encode())
+            digest.update(numbers.view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(value).encode())
+    return digest.hexdigest()
+
+
+class _Room:
+    """Bytes that may still be written; refuses at the first layer what would not fit in the end."""
+
+    def __init__(self, limit: int, used: int, files: int) -> None:
+        self.limit, self.used, self.files, self.asked = limit, used, files, False
+
+    def take(self, size: int) -> None:
+        expected = self.used + (size if self.asked else size * self.files)
+        self.asked = True
+        if expected > self.limit:
+            raise ValueError(
+                f"the trace would take about {expected / 2**20:.0f} MiB and max_bytes allows "
+                f"{self.limit / 2**20:.0f} MiB; raise it, or trace fewer or shorter inputs, fewer "
+                "layers or blocks, or store bf16"
+            )
+        self.used += size
+
+
+class _Tap:
+    """Keeps the calls of one layer, each in its file, at once."""
+
+    def __init__(
+        self, where: Path, stem: str, blocks: int, dtype: torch.dtype | None, room: _Room
+    ) -> None:
+        self.where, self.stem, self.blocks, self.dtype, self.room = where, stem, blocks, dtype, room
+        self.entries: list[dict[str, Any]] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> None:
+        for capture in captures_of(query, key, value, facts, blocks=self.blocks):
+            capture = cast(capture, self.dtype)
+            self.room.take(size_of(capture))
+            number = f"-{len(self.entries)}" if self.entries else ""
+            file = f"{self.stem}{number}.safetensors"
+            self.entries.append(write(self.where, file, capture))
+
+
+def _completed(trace: Trace) -> Trace:
+    """With the inputs that the directory holds already, if it is a trace of the same."""
+    if not (trace.directory / MANIFEST).is_file():
+        return trace
+    old = Trace.open(trace.directory)
+    differs = trace.model.differences(old.model)
+    if not differs and (old.blocks, old.layers) != (trace.blocks, trace.layers):
+        differs = ["other layers or another number of blocks"]
+    if differs:
+        raise ValueError(
+            f"{str(trace.directory)!r} holds a trace of something else ({'; '.join(differs)}); "
+            "give another directory, or remove it"
+        )
+    return replace(trace, inputs=tuple(each for each in old.inputs if old.is_whole(each)))
+
+
+def _arguments(given: Inputs) -> dict[str, Any]:
+    return {"input_ids": given} if isinstance(given, Tensor) else dict(given)
+
+
+def _forward(model: nn.Module, given: Inputs) -> None:
+    """Without its head: logits of a long input take more memory than all the rest."""
+    body = getattr(model, "base_model", model)
+    takes = inspect.signature(body.forward).parameters
+    arguments = _arguments(given)
+    if "use_cache" in takes:
+        arguments.setdefault("use_cache", False)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            body(**moved)
+    finally:
+        model.train(was_training)
+
+
+def _check_any(files: Mapping[str, Any], model: nn.Module) -> None:
+    if not files:
+        raise ValueError(
+            f"no attention of {type(model).__name__} ran through sparge on this input, so there is "
+            "nothing to tune; inputs must be longer than one token"
+        )

