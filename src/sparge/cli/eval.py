@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .. import native
+from .. import native, zoo
 from ..backends import AUTO, ENV
 from ..evaluate.settings import (
     ERRORS,
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", type=words, default=[], metavar="NAME,…", help="of lm-eval; adds the measure")
     add("--limit", type=whole, default=20, help="documents of each task; default: %(default)s")
     add("--repeat", type=whole, help="rounds of prefill; default: by the time that one takes")
-    add("--dtype", choices=DTYPES, default="bf16", help="of the model; default: %(default)s")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bf16 where it is fast")
     add("--threads", type=whole, metavar="N", help="default: all")
     add("--seed", type=int, default=0, help="of the needles; default: %(default)s")
     add("-o", "--output", dest="directory", metavar="DIR", help="default: ./sparge-eval-MODEL")
@@ -110,7 +110,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         tasks=tuple(args.tasks),
         limit=args.limit,
         repeat=args.repeat,
-        dtype=DTYPES[args.dtype],
+        dtype=DTYPES.get(args.dtype) or str(zoo.best_dtype()).removeprefix("torch."),
         seed=args.seed,
     )
 
