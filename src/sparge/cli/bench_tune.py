@@ -27,7 +27,7 @@ from ..report.tunebench import bench_tune, table_of_sample
 from ..report.tunequality import bench_traces, compare_quality, table_of_quality
 from ..tune.calibration import held_out_windows
 from ..tune.presets import check_bounds
-from . import OK, console, deliver, show_table, whole
+from . import OK, check_output, console, deliver, show_table, whole
 
 MODEL = "smollm2-135m-instruct"
 BUDGET = 0.05
@@ -37,6 +37,7 @@ BUDGET = 0.05
 def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("with tune").add_argument
     add("--model", metavar="NAME|DIR", default=MODEL, help="default: %(default)s")
+    add("--text", metavar="NAME|FILE", default="essays", help="default: %(default)s")
     add("--length", type=whole, default=4096, metavar="TOKENS", help="default: %(default)s")
     add("--inputs", type=whole, default=5, help="calibration texts; default: %(default)s")
     add("--l1", type=float, default=0.08, help="default: %(default)s")
@@ -48,6 +49,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tune(args: argparse.Namespace) -> int:
+    check_output(args.keep)
     l1, l2 = check_bounds(args.l1, args.l2)
     assert l2 is not None
     load = load_average()
@@ -56,14 +58,20 @@ def run_tune(args: argparse.Namespace) -> int:
         facts = {"name": args.model, "length": args.length, "inputs": args.inputs}
         say(f"tracing {args.inputs} texts of {args.length} tokens")
         trace, held_out, seconds = bench_traces(
-            model, tokenizer, Path(folder), held_out=args.windows, told=say, **facts
+            model,
+            tokenizer,
+            Path(folder),
+            held_out=args.windows,
+            texts=(args.text,),
+            told=say,
+            **facts,
         )
         document = bench_tune(trace, l1=l1, l2=l2, held_out=held_out, heads=args.sample, told=say)
         profile = Profile.from_dict(document["profile"])
-        windows = held_out_windows(("essays",), tokenizer, length=args.length, inputs=args.windows)
+        windows = held_out_windows((args.text,), tokenizer, length=args.length, inputs=args.windows)
         tokens = [window.tokens for window in windows]
         quality = compare_quality(model, tokens, profile, told=say)
-        (long,) = held_out_windows(("essays",), tokenizer, length=args.budget_length, inputs=1)
+        (long,) = held_out_windows((args.text,), tokenizer, length=args.budget_length, inputs=1)
         budget = error_of_budget(model, long.tokens)
     document |= {
         "trace_seconds": seconds,
