@@ -138,6 +138,19 @@ def test_the_dtype_is_one_that_the_processor_multiplies(monkeypatch, line, dtype
     assert zoo.best_dtype() == dtype
 
 
+def test_every_model_ships_with_a_profile():
+    for name in zoo.models():
+        profile = zoo.profile(name)
+        assert profile.name == name
+        assert not profile.untuned
+        assert 0 < profile.density < 1
+        assert all(layer.inputs >= 5 for layer in profile.layers.values())
+        l2 = profile.bounds[1] or profile.bounds[0]
+        assert all(head.error < l2 for layer in profile.layers.values() for head in layer.heads)
+    with pytest.raises(ValueError, match="no model 'other'"):
+        zoo.profile("other")
+
+
 def test_a_path_is_loaded_too(made, tmp_path, capfd):
     elsewhere = made.rename(tmp_path / "elsewhere")
     by_path, _ = zoo.load(elsewhere, dtype=torch.float32, attn_implementation="eager")

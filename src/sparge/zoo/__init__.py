@@ -21,6 +21,7 @@ import torch
 
 from ..cpuinfo import cpuinfo
 from ..errors import Unsupported
+from ..profile import Profile
 from . import making, reading
 from .catalogue import MODELS, TEXTS, Carrier, ZooModel, ZooText
 
@@ -35,6 +36,7 @@ __all__ = [
     "fetch",
     "load",
     "models",
+    "profile",
     "text",
     "texts",
 ]
@@ -96,6 +98,13 @@ def load(
             local_files_only=True,
         )
     return model.eval(), tokenizer
+
+
+def profile(name: str) -> Profile:
+    """The tuned settings of a model that ship with the package: for `sparge.accelerate`."""
+    if name not in MODELS:
+        raise ValueError(f"no model {name!r} in the zoo; there is {_names(MODELS)}")
+    return Profile.load(Path(__file__).parent / "profiles" / f"{name}.json")
 
 
 def best_dtype() -> torch.dtype:
