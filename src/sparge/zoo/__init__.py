@@ -66,7 +66,7 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     if making.is_made(directory, model):
         return directory
     # Before minutes of download, not after.
-    _need_libraries(f"{name} cannot be converted", "transformers", "gguf")
+    _need_libraries(f"{name} cannot be converted", "transformers", "gguf", "accelerate")
     return making.make(model, quiet=quiet)
 
 
