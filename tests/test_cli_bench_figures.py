@@ -11,6 +11,7 @@ import torch
 from sparge import KeepFraction, Recipe, make_plan, native
 from sparge.backends import STAGES, Backend, register_backend, unregister_backend
 from sparge.blockplan import BlockPlan
+from sparge.canary import sample_rows
 from sparge.report import gate, peak
 from sparge.report.entries import WANTED
 from sparge.report.measure import (
@@ -18,7 +19,6 @@ from sparge.report.measure import (
     dense_fp64,
     kept_score_elements,
     relative_l1,
-    sample_rows,
     score_elements,
 )
 from sparge.report.tables import percent, three_digits

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..canary import sample_rows
 from ..synthetic import structured_qkv
 from .contender import Contender, Flex, Inputs, Sparse
 from .entries import DTYPES, FLEX, SDPA, Entry
 from .flex import CompiledFlex
-from .measure import sample_rows
 from .race import SECONDS_OF_A_LONG_ROUND, race, rounds_for, threads
 from .rows import rows_of
 

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..blockplan import BlockPlan
-from ..canary import sample_rows as sample_rows
 from ..geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 
 
