@@ -5,7 +5,8 @@
 //   wrong[s]  = Σ_rows |out_s - out_all|,  whole = Σ_rows |out_all|
 //
 // One pass over K and V serves all steps. A row is a lane, and lanes differ in the step of a block:
-// its product with V is made once and added lane by lane to where it belongs.
+// its product with V is made once, turned, and each row added to where it belongs. So sums lie row
+// by row, [row][step][width]: a block then touches one step of each row and no more.
 #pragma once
 
 #include "score.h"
@@ -16,7 +17,8 @@ namespace {
 constexpr int kMostGroups = 4;  // of 16 rows, which a task walks together over K and V
 
 struct CheckScratch {
-  float *queries, *scores, *out, *acc, *sums;  // acc, sums: of each group and step
+  float *queries, *scores, *out, *turned;
+  float *acc, *sums;  // of each group, row and step
   char *keys, *values;
 
   static size_t carve(const PlanArgs& a, char* base, CheckScratch* p) {
@@ -29,8 +31,9 @@ struct CheckScratch {
       at += (n + 63) / 64 * 64;
       return start;
     };
-    char* part[7] = {take(groups * Scores::query_floats(a.shape) * 4),
+    char* part[8] = {take(groups * Scores::query_floats(a.shape) * 4),
                      take(Scores::kScoreFloats * 4),
+                     take(width * kLanes * 4),
                      take(width * kLanes * 4),
                      take(groups * steps * width * kLanes * 4),
                      take(groups * steps * kLanes * 4),
@@ -40,10 +43,11 @@ struct CheckScratch {
       p->queries = reinterpret_cast<float*>(part[0]);
       p->scores = reinterpret_cast<float*>(part[1]);
       p->out = reinterpret_cast<float*>(part[2]);
-      p->acc = reinterpret_cast<float*>(part[3]);
-      p->sums = reinterpret_cast<float*>(part[4]);
-      p->keys = part[5];
-      p->values = part[6];
+      p->turned = reinterpret_cast<float*>(part[3]);
+      p->acc = reinterpret_cast<float*>(part[4]);
+      p->sums = reinterpret_cast<float*>(part[5]);
+      p->keys = part[6];
+      p->values = part[7];
     }
     return at;
   }
@@ -71,11 +75,11 @@ struct Checker {
     const int64_t left = a.n_checked - (first + group) * kLanes;
     return int(left < kLanes ? left : kLanes);
   }
-  float* acc_of(int64_t group, int step) const {
-    return t.acc + (group * (a.n_steps + 1) + step) * width * kLanes;
+  float* acc_of(int64_t group, int row, int step) const {
+    return t.acc + ((group * kLanes + row) * (a.n_steps + 1) + step) * width;
   }
-  float* sum_of(int64_t group, int step) const {
-    return t.sums + (group * (a.n_steps + 1) + step) * kLanes;
+  float* sums_of(int64_t group, int row) const {
+    return t.sums + (group * kLanes + row) * (a.n_steps + 1);
   }
 
   template <Product P>
@@ -101,11 +105,7 @@ struct Checker {
           value = value_words<Product::f32>(a.value, s, b, rows[g].h_k, j, 1.0f, t.values);
         }
         const F16 most = rows[g].score(key, j, kind);
-        if (rises(states[g], most)) {
-          const F16 fade = follow(&states[g], most);
-          fade_rows(acc_of(g, 0), (a.n_steps + 1) * width, fade);
-          fade_rows(sum_of(g, 0), a.n_steps + 1, fade);
-        }
+        if (rises(states[g], most)) fade(g, follow(&states[g], most));
         store(states[g].row_max, max(load(states[g].row_max), most));
         const F16 sum = exponentials<Product::f32, 6>(t.scores, 0, kBlockK, load(states[g].shift),
                                                       t.scores, zero());
@@ -115,63 +115,70 @@ struct Checker {
     }
   }
 
+  void fade(int64_t group, F16 factors) {
+    alignas(64) float factor[kLanes];
+    store(factor, factors);
+    for (int i = 0; i < rows_in(group); ++i) {
+      if (factor[i] == 1.0f) continue;
+      float *acc = acc_of(group, i, 0), *sums = sums_of(group, i);
+      for (int64_t d = 0; d < (a.n_steps + 1) * width; d += kLanes)
+        store(acc + d, load(acc + d) * all(factor[i]));
+      for (int step = 0; step <= a.n_steps; ++step) sums[step] *= factor[i];
+    }
+  }
+
   void add_to_steps(int64_t group, int64_t i_k, F16 sum) {
-    const int n = rows_in(group);
-    int32_t step_of[kLanes];
-    for (int i = 0; i < n; ++i)
-      step_of[i] =
-          a.indices[((b * s.Hq + h) * s.n_q() + rows_of(group)[i] / kBlockQ) * s.n_k() + i_k];
-    Lanes left = (Lanes(1) << n) - 1;
-    while (left) {
-      int one = 0;
-      while (!(left >> one & 1)) ++one;
-      const int32_t step = step_of[one];
-      Lanes same = 0;
-      for (int i = one; i < n; ++i) same |= Lanes(step_of[i] == step) << i;
-      left &= ~same;
+    alignas(64) float sums[kLanes];
+    store(sums, sum);
+    for (int64_t d = 0; d < width; d += kLanes)
+      transpose(t.out + d * kLanes, kLanes, t.turned + d, width);
+    for (int i = 0; i < rows_in(group); ++i) {
+      const int64_t i_q = rows_of(group)[i] / kBlockQ;
+      const int32_t step = a.indices[((b * s.Hq + h) * s.n_q() + i_q) * s.n_k() + i_k];
       if (step < 0) continue;  // a block that the row's query block may not attend
-      float *acc = acc_of(group, step), *sums = sum_of(group, step);
-      for (int64_t d = 0; d < width * kLanes; d += kLanes)
-        store(acc + d, load(acc + d) + select(same, load(t.out + d), zero()));
-      store(sums, load(sums) + select(same, sum, zero()));
+      float* acc = acc_of(group, i, step);
+      const float* own = t.turned + i * width;
+      for (int64_t d = 0; d < width; d += kLanes) store(acc + d, load(acc + d) + load(own + d));
+      sums_of(group, i)[step] += sums[i];
     }
   }
 
   // Sums become running sums, those outputs, and those differences.
   void finish(int64_t group) {
-    for (int step = 1; step <= a.n_steps; ++step) {
-      float *acc = acc_of(group, step), *before = acc_of(group, step - 1);
-      for (int64_t d = 0; d < width * kLanes; d += kLanes)
-        store(acc + d, load(acc + d) + load(before + d));
-      float* sum = sum_of(group, step);
-      store(sum, load(sum) + load(sum - kLanes));
-    }
     const int64_t at = (b * s.Hq + h) * all_groups + first + group;
-    const F16 inverse = inverse_of(group, a.n_steps);
-    const float* every = acc_of(group, a.n_steps);
-    F16 size = zero();
-    for (int64_t d = 0; d < s.Dv; ++d) size = size + abs(load(every + d * kLanes) * inverse);
-    a.whole[at] = add_lanes(size, rows_in(group));
-    for (int step = 0; step < a.n_steps; ++step) {
-      const F16 own = inverse_of(group, step);
-      const float* acc = acc_of(group, step);
-      F16 off = zero();
-      for (int64_t d = 0; d < s.Dv; ++d)
-        off = off + abs(load(acc + d * kLanes) * own - load(every + d * kLanes) * inverse);
-      a.wrong[at * a.n_steps + step] = add_lanes(off, rows_in(group));
+    double* wrong = a.wrong + at * a.n_steps;
+    a.whole[at] = 0.0;
+    for (int step = 0; step < a.n_steps; ++step) wrong[step] = 0.0;
+    for (int i = 0; i < rows_in(group); ++i) {
+      float* sums = sums_of(group, i);
+      for (int step = 1; step <= a.n_steps; ++step) {
+        float *acc = acc_of(group, i, step), *before = acc_of(group, i, step - 1);
+        for (int64_t d = 0; d < width; d += kLanes)
+          store(acc + d, load(acc + d) + load(before + d));
+        sums[step] += sums[step - 1];
+      }
+      const F16 inverse = inverse_of(sums[a.n_steps]);
+      const float* every = acc_of(group, i, a.n_steps);
+      F16 size = zero();
+      for (int64_t d = 0; d < width; d += kLanes) size = size + abs(load(every + d) * inverse);
+      a.whole[at] += add_lanes(size);
+      for (int step = 0; step < a.n_steps; ++step) {
+        const F16 own = inverse_of(sums[step]);
+        const float* acc = acc_of(group, i, step);
+        F16 off = zero();
+        for (int64_t d = 0; d < width; d += kLanes)
+          off = off + abs(load(acc + d) * own - load(every + d) * inverse);
+        wrong[step] += add_lanes(off);
+      }
     }
   }
   // 1 / sum; 0 for a row with nothing.
-  F16 inverse_of(int64_t group, int step) const {
-    const F16 sum = load(sum_of(group, step));
-    const Lanes none = at_least(sum, zero()) & at_least(zero(), sum);
-    return select(none, zero(), all(1.0f) / sum);
-  }
-  static double add_lanes(F16 x, int n) {
+  static F16 inverse_of(float sum) { return sum == 0.0f ? zero() : all(1.0f / sum); }
+  static double add_lanes(F16 x) {
     alignas(64) float lanes[kLanes];
     store(lanes, x);
     double total = 0.0;
-    for (int i = 0; i < n; ++i) total += double(lanes[i]);
+    for (int i = 0; i < kLanes; ++i) total += double(lanes[i]);
     return total;
   }
 

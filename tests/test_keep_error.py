@@ -37,7 +37,7 @@ CASES = {
 def the_rows(Lq, r=4):
     """The checked rows by the rule: place 79 · (i + 1) mod 128, or the next one not sampled."""
     n_q = -(-Lq // 128)
-    apart = max(1, n_q // 64)
+    apart = 1 if n_q < 32 else 2 if n_q < 192 else n_q // 64
     found = []
     for i in range(n_q):
         if (i + 1) % apart:
@@ -168,7 +168,7 @@ def test_checked_rows_are_seen_by_no_prediction(Lq, r):
     rows = list(checked_rows(Lq, r))
     assert rows == the_rows(Lq, r)
     assert rows == sorted(set(rows))
-    assert len(rows) <= 127
+    assert len(rows) <= 95
     for row in rows:
         assert 0 <= row < Lq
         valid = min(128, Lq - row // 128 * 128)
@@ -196,7 +196,7 @@ def test_a_larger_budget_keeps_less_and_none_is_overdrawn(backend, precision):
 @pytest.mark.rule("3.25")
 @pytest.mark.skipif(native.why_missing() is not None, reason="too long for the reference")
 def test_the_error_of_other_rows_is_what_was_asked_for():
-    """Off-sample: rows that were neither sampled nor checked, of 16 heads, 32 rows checked in each.
+    """Off-sample: rows that were neither sampled nor checked, of 16 heads, 16 rows checked in each.
     Of so few rows the median stays at the budget, and hardly a head reaches twice of it."""
     errors = []
     for seed in range(2):

@@ -168,6 +168,45 @@ def test_deleting_leaves_what_is_not_ours(model, tmp_path):
     assert [path.name for path in (tmp_path / "t").rglob("*")] == ["mine.txt"]
 
 
+def denoiser():
+    """A transformer that is called as diffusion models are: with latents and a timestep."""
+    from transformers import LlamaModel
+
+    class Denoiser(LlamaModel):
+        def forward(self, latents, timestep, **others):
+            level = timestep.to(latents.dtype)[:, None, None] / 1000
+            noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(1))
+            return super().forward(inputs_embeds=latents + level * noise, **others)
+
+    return Denoiser(tiny_llama().config).eval()
+
+
+def steps(*levels):
+    latents = torch.randn(1, 300, 64, generator=torch.Generator().manual_seed(0))
+    return [{"latents": latents, "timestep": torch.tensor([level])} for level in levels]
+
+
+def test_noise_levels_are_kept_and_tuned_for_together(tmp_path):
+    trace = trace_model(denoiser(), steps(999, 500, 1), tmp_path)
+    assert [each.noise_level for each in Trace.open(tmp_path).inputs] == [999.0, 500.0, 1.0]
+    clean, noisy = trace.captures(trace.layers[0])[::-2]
+    assert not torch.allclose(clean.query, noisy.query, rtol=0.1)
+    profile = tune(trace, l1=0.3)
+    assert profile.calibration["noise_levels"] == [1.0, 500.0, 999.0]
+    assert all(layer.inputs == 3 for layer in profile.layers.values())
+
+
+def test_noise_levels_can_be_said(model, tmp_path):
+    trace = trace_model(model, token_inputs(), tmp_path, noise_levels=[0.9, 0.1])
+    assert [each.noise_level for each in trace.inputs] == [0.9, 0.1]
+
+
+def test_one_noise_level_for_each_input(model, tmp_path):
+    with pytest.raises(ValueError, match=r"noise_levels needs one for each of 2 inputs, got 1"):
+        trace_model(model, token_inputs(), tmp_path / "t", noise_levels=[0.9])
+    assert not (tmp_path / "t").exists()
+
+
 def test_one_token_is_nothing_to_tune(model, tmp_path):
     with pytest.raises(ValueError, match="nothing to tune"):
         trace_model(model, [torch.tensor([[1]])], tmp_path)

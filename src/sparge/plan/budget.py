@@ -24,8 +24,9 @@ FACTORS = tuple(2.0 ** (2 - step / 4) for step in range(17))
 """4 … 1/4: sparsest first, each mass a little more than the one before."""
 LEAST_MASS = 1e-9
 """Of steps whose factor is more than the budget has room for: one block."""
-ENOUGH_BLOCKS = 64
-"""From twice as many query blocks on not each has a row that is checked, but every 2nd, 3rd, …"""
+FEW_BLOCKS, ENOUGH_BLOCKS = 16, 64
+"""Twice FEW_BLOCKS query blocks and more have a checked row in every second one, thrice
+ENOUGH_BLOCKS in every third, and so on: 16 rows of 4096, 32 of 8192, 64 of 16384 and more."""
 
 
 @lru_cache(maxsize=64)
@@ -40,7 +41,7 @@ def checked_rows(Lq: int, sample_rows: int) -> tuple[int, ...]:
     """One row of each query block, or of every few: spread over the places in a block, and none of
     the sampled ones where there are others."""
     n_q = n_blocks(Lq, BLOCK_Q)
-    apart = max(1, n_q // ENOUGH_BLOCKS)
+    apart = max(1, min(2, n_q // FEW_BLOCKS), n_q // ENOUGH_BLOCKS)
     rows = []
     for i_q in range(apart - 1, n_q, apart):
         valid = min(BLOCK_Q, Lq - i_q * BLOCK_Q)

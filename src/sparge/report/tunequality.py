@@ -27,7 +27,7 @@ from ..tune import Trace, trace_model
 from ..tune.calibration import Window, calibration_windows, held_out_windows
 from .tables import Column, Table, share
 
-MASSES = (0.94, 0.96, 0.97, 0.98, 0.99, 0.995)
+MASSES = (0.9, 0.92, 0.94, 0.96, 0.98, 0.99)
 TUNED = "tuned profile"
 
 

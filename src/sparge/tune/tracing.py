@@ -37,6 +37,7 @@ def trace_model(
     dtype: torch.dtype | None = None,
     name: str = "",
     about: Sequence[str] | None = None,
+    noise_levels: Sequence[float] | None = None,
     calibration: Mapping[str, Any] | None = None,
     done: Callable[[str], None] = lambda digest: None,
 ) -> Trace:
@@ -44,11 +45,15 @@ def trace_model(
 
     inputs: token ids `[B, L]`, or the model's keyword arguments. blocks: query blocks to keep of
     each call. layers: names with `*` and `?`, or a function of the name. dtype: to store the
-    tensors in, None as they are. about: a few words on each input. done: told of each input.
+    tensors in, None as they are. about: a few words on each input. noise_levels: of a diffusion
+    model, one for each input; None reads it off an argument `timestep`. done: told of each input.
 
     A directory that holds some of these inputs already is completed, not begun again. The model's
     own attention is back when this returns; settings of an earlier `accelerate` are not.
     """
+    for what, said in (("about", about), ("noise_levels", noise_levels)):
+        if said is not None and len(said) != len(inputs):
+            raise ValueError(f"{what} needs one for each of {len(inputs)} inputs, got {len(said)}")
     where = Path(directory)
     where.mkdir(parents=True, exist_ok=True)
     with accelerate(model, backend=DENSE, layers=layers) as handle:
@@ -70,7 +75,8 @@ def trace_model(
                 words = about[i] if about else ""
                 files = {layer: tap.entries for layer, tap in taps.items() if tap.entries}
                 _check_any(files, model)
-                traced = TracedInput(digest, words, None, files)
+                level = noise_level_of(given) if noise_levels is None else float(noise_levels[i])
+                traced = TracedInput(digest, words, level, files)
                 trace = replace(trace, inputs=(*trace.inputs, traced))
                 trace.save()
             done(digest)
@@ -89,6 +95,14 @@ def digest_of(given: Inputs) -> str:
         else:
             digest.update(repr(value).encode())
     return digest.hexdigest()
+
+
+def noise_level_of(given: Inputs) -> float | None:
+    """What an argument `timestep` says, as diffusion models name it; None without one."""
+    step = _arguments(given).get("timestep")
+    if step is None:
+        return None
+    return float(torch.as_tensor(step).double().mean())
 
 
 class _Room:

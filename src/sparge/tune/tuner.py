@@ -82,6 +82,9 @@ def tune(
     if isinstance(trace, Trace):
         facts_of_trace = {"model": trace.model, "name": trace.name}
         calibration = {**trace.calibration, "query_blocks": trace.blocks, **calibration}
+        levels = {each.noise_level for each in trace.inputs} - {None}
+        if levels:
+            calibration["noise_levels"] = sorted(levels)
     return Profile(
         layers=layers,
         bounds=(l1, l2),
