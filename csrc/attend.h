@@ -1,9 +1,8 @@
 // Attention of one query block: two schedules of the pieces in walk.h.
 //
 //   in turn      scores → softmax → accumulate, for vector products
-//   interleaved  scores of the next step beside the exponentials of this one and the accumulation
-//   of
-//                the last unit, so that tile unit and vector ports are both busy
+//   interleaved  scores of the next step beside the exponentials of this one and what the last
+//                unit accumulates, so that tile unit and vector ports are both busy
 #pragma once
 
 #include "walk.h"
@@ -55,6 +54,7 @@ struct Interleaved : Walk<QK, PV, kDegree> {
       W::kUnit;
   using W::mask_step, W::multiply, W::n_slots, W::n_units, W::p_scale, W::scale, W::scales_of;
   using W::slots, W::sums, W::take_chunk, W::v_scale_of, W::W, W::weights_of, W::width;
+  static_assert(!W::kTile || kChunk == 4, "a step has four parts, each takes a block of the chunk");
 
   // P of a unit over a chunk, waiting to be multiplied with V.
   struct Pending {
@@ -65,81 +65,100 @@ struct Interleaved : Walk<QK, PV, kDegree> {
     const float* v_scale[kChunk] = {};
   } pending, open;  // `open` is the unit whose P is being made
 
-  // One item is 32 rows of the accumulator of the pending unit, over all of its blocks.
-  void pending_item(int from, int to) {
+  // One item is 32 rows of the accumulator of the pending unit, over all of its blocks: this is
+  // what its block i adds. 8-bit sums are put aside, to join the accumulator later: read at once
+  // they would keep everything behind them waiting for the tile unit.
+  void multiply_item(int i) {
+    if (i >= pending.n) return;
     const int64_t first = int64_t(pending.items_done) * 2 * kLanes;
-    float* c0 = acc_of(pending.unit * kUnit) + first * kLanes;
-    float* c1 = acc_of(pending.unit * kUnit + 1) + first * kLanes;
-    for (int i = from; i < to && i < pending.n; ++i) {
-      const float* p0 = weights_of(pending.parity, pending.slot[i], 0);
-      const float* p1 = weights_of(pending.parity, pending.slot[i], 1);
-      const char* v = pending.v_tile[i] + first * kPSteps * 4;
-      if constexpr (kFast) {
-        tile_bytes(v, p0, p1, sums);
-        const int64_t last = first + 2 * kLanes;
-        for (int u = 0; u < 2; ++u)
-          join(pending.unit * kUnit + u, sums + u * 2 * kLanes * kLanes,
-               p_scale[pending.parity][pending.slot[i]][u], pending.v_scale[i], first, last);
-      } else {
-        tile_accumulate(v, p0, p1, c0, c1, i == 0, i + 1 == pending.n);
-      }
+    const float* p0 = weights_of(pending.parity, pending.slot[i], 0);
+    const float* p1 = weights_of(pending.parity, pending.slot[i], 1);
+    const char* v = pending.v_tile[i] + first * kPSteps * 4;
+    if constexpr (kFast) {
+      tile_bytes(v, p0, p1, sums);
+    } else {
+      float* c0 = acc_of(pending.unit * kUnit) + first * kLanes;
+      float* c1 = acc_of(pending.unit * kUnit + 1) + first * kLanes;
+      tile_accumulate(v, p0, p1, c0, c1, i == 0, i + 1 == pending.n);
     }
-    if (to == kChunk && ++pending.items_done == width / (2 * kLanes)) pending.unit = -1;
+  }
+  void join_item(int i) {
+    if (!kFast || i >= pending.n) return;
+    const int64_t first = int64_t(pending.items_done) * 2 * kLanes, last = first + 2 * kLanes;
+    for (int u = 0; u < 2; ++u)
+      join(pending.unit * kUnit + u, sums + u * 2 * kLanes * kLanes,
+           p_scale[pending.parity][pending.slot[i]][u], pending.v_scale[i], first, last);
+  }
+  void end_item() {
+    if (++pending.items_done == width / (2 * kLanes)) pending.unit = -1;
+  }
+  void finish_items() {
+    while (pending.unit >= 0) {
+      for (int i = 0; i < pending.n; ++i) multiply_item(i), join_item(i);
+      end_item();
+    }
   }
   void finish_pending(int unit) {
-    if (pending.unit == unit)
-      while (pending.unit >= 0) pending_item(0, kChunk);
+    if (pending.unit == unit) finish_items();
     // Blocks of this chunk whose P was made under the old shift.
     if (open.unit == unit && open.n) {
       const Pending other = pending;
       pending = open;
-      while (pending.unit >= 0) pending_item(0, kChunk);
+      finish_items();
       pending = other;
       open.n = 0;
     }
   }
   void walk(const int32_t* kept, int n) {
-    int p_parity = 0;
+    int p_parity = 0, parity = 0;
     alignas(64) float room[2][kBlockK];
-    for (int from = 0; from < n; from += kChunk) {
-      take_chunk(kept + from, n - from < kChunk ? n - from : kChunk);
-      const int n_steps = n_units * n_slots;
-      bool attends[2];
-      const float* k_scale[2];
+    bool attends[2] = {};
+    const float* k_scale[2];
+    auto take = [&](int from) { take_chunk(kept + from, n - from < kChunk ? n - from : kChunk); };
+    if (n) {
+      take(0);
       attends[0] = prepare(0, 0, room, k_scale);
-      for (int quarter = 0; attends[0] && quarter < 4; ++quarter) multiply(0, slots[0], 0, quarter);
-      for (int quarter = 0; attends[0] && quarter < 4; ++quarter)
-        scale(0, slots[0], 0, quarter, k_scale[0]);
-      for (int step = 0; step < n_steps; ++step) {
-        const int unit = step / n_slots, slot = step % n_slots, parity = step & 1;
+    }
+    for (int quarter = 0; attends[0] && quarter < 4; ++quarter) multiply(0, slots[0], 0, quarter);
+    for (int quarter = 0; attends[0] && quarter < 4; ++quarter)
+      scale(0, slots[0], 0, quarter, k_scale[0]);
+    for (int from = 0; from < n; from += kChunk) {
+      const int held = n_slots, n_steps = n_units * held;
+      for (int step = 0; step < n_steps; ++step, parity ^= 1) {
+        const int unit = step / held, slot = step % held, other = parity ^ 1;
         if (slot == 0) open = Pending{}, open.unit = unit, open.parity = p_parity;
         const unsigned active =
             decide(unit, parity, attends[parity], [this](int u) { finish_pending(u); });
-        const int later = from + kChunk + slot;
-        if (later < n && unit < kGroups / kUnit) fetch(kept[later], unit, kGroups / kUnit);
-        const int ahead = step + 1, other = parity ^ 1;
-        const bool more = ahead < n_steps;
-        if (more) attends[other] = prepare(ahead, other, room, k_scale);
-        const bool scored = more && attends[other];
-        const int next_unit = ahead / n_slots;
-        const Slot& next = slots[more ? ahead % n_slots : 0];
-        for (int part = 0; part < 4; ++part) {
-          if (scored) multiply(next_unit, next, other, part);
-          half_step(active, unit, 0, parity, p_parity, slot, part);
-        }
-        const bool busy = pending.unit >= 0;
-        for (int part = 0; part < 4; ++part) {
-          if (busy) pending_item(part, part == 3 ? kChunk : part + 1);
-          half_step(active, unit, 1, parity, p_parity, slot, part);
-          if (scored) scale(next_unit, next, other, part, k_scale[other]);
-        }
         if (active) {
           open.slot[open.n] = slot;
           open.v_tile[open.n] = slots[slot].v_tile;
           open.v_scale[open.n++] = v_scale_of(slots[slot].i_k);
         }
-        if (slot + 1 == n_slots) {
-          while (pending.unit >= 0) pending_item(0, kChunk);
+        const int later = from + kChunk + slot;
+        // The step ahead; behind the last it is the next chunk's first, this one's keys being done.
+        const bool ends = step + 1 == n_steps, more = !ends || from + kChunk < n;
+        const int ahead = ends ? 0 : step + 1;
+        if (ends && more) take(from + kChunk);
+        if (more) attends[other] = prepare(ahead, other, room, k_scale);
+        const bool scored = more && attends[other];
+        const int next_unit = ahead / n_slots;
+        const Slot& next = slots[ahead % n_slots];
+        for (int part = 0; part < 4; ++part) {
+          // A few lines at a time: all at once they would hold up the loads of the tiles.
+          if (later < n) fetch(kept[later], unit * 4 + part, kGroups / kUnit * 4);
+          if (scored) multiply(next_unit, next, other, part);
+          half_step(active, unit, 0, parity, p_parity, slot, part);
+        }
+        const bool busy = pending.unit >= 0;
+        for (int part = 0; part < 4; ++part) {
+          if (busy) multiply_item(part);
+          half_step(active, unit, 1, parity, p_parity, slot, part);
+          if (scored) scale(next_unit, next, other, part, k_scale[other]);
+          if (busy) join_item(part);
+        }
+        if (busy) end_item();
+        if (slot + 1 == held) {
+          finish_items();
           if (open.n) {
             pending = open;
             p_parity ^= 1;
@@ -148,7 +167,7 @@ struct Interleaved : Walk<QK, PV, kDegree> {
         }
       }
     }
-    while (pending.unit >= 0) pending_item(0, kChunk);
+    finish_items();
   }
   bool prepare(int step, int parity, float room[2][kBlockK], const float** k_scale) {
     const Slot& slot = slots[step % n_slots];

@@ -1,6 +1,8 @@
 // Queries, keys and values as the words of a product.
 #pragma once
 
+#include <type_traits>
+
 #include "product.h"
 #include "rows.h"
 
@@ -175,10 +177,38 @@ inline void value_panels(const Rows& x, const Shape& s, int64_t b, int64_t h, in
     }
   }
 }
+// The same for values that are the product's own numbers: placed side by side, nothing computed.
+template <class T>
+inline void value_panels_as_stored(const char* rows, int64_t row_apart, int64_t width,
+                                   int64_t apart, float* words) {
+  constexpr int per = int(4 / sizeof(T)), bits = 32 / per;
+  for (int step = 0; step < kBlockK / per; ++step, rows += per * row_apart)
+    for (int64_t d = 0; d < width; d += kLanes) {
+      T r[per][kLanes];
+      uint32_t word[kLanes];
+      for (int i = 0; i < per; ++i)
+        std::memcpy(r[i], rows + i * row_apart + d * int64_t(sizeof(T)), sizeof(r[i]));
+      for (int c = 0; c < kLanes; ++c) {
+        word[c] = r[0][c];
+        for (int i = 1; i < per; ++i) word[c] |= uint32_t(r[i][c]) << (bits * i);
+      }
+      std::memcpy(words + d / kRowsAtOnce * apart + step * kRowsAtOnce, word, sizeof(word));
+    }
+}
 template <Product P>
 inline Words value_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int64_t i_k,
                          float factor, char* scratch) {
   float* words = reinterpret_cast<float*>(scratch);
+  if constexpr (P == Product::bf16 || P == Product::u8i8) {
+    const bool whole = (i_k + 1) * kBlockK <= s.Lk && s.Dv % (2 * kLanes) == 0;
+    const bool same_type = P == Product::u8i8 || (x.dtype == Dtype::bf16 && factor == 1.0f);
+    if (whole && same_type && x.stride_d == bytes_of(x.dtype)) {
+      using T = std::conditional_t<P == Product::bf16, uint16_t, uint8_t>;
+      value_panels_as_stored<T>(x.row(b, h, i_k * kBlockK), x.stride_l, s.Dv,
+                                value_panel_bytes(P) / 4, words);
+      return {scratch, value_panel_bytes(P)};
+    }
+  }
   if constexpr (is_integer(P))
     value_panels<P, Dtype::i8>(x, s, b, h, i_k, factor, words);
   else if (x.dtype == Dtype::f32)

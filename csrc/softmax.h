@@ -29,22 +29,33 @@ struct alignas(64) GroupState {
 template <bool kInteger>
 inline F16 scale_scores(float* s, int from, int to, const float* k_scale, F16 q_factor,
                         const GroupMask* mask, float bias_factor, F16 block_max) {
+  auto scaled = [&](int j) {
+    if constexpr (kInteger)
+      return to_float(iload(reinterpret_cast<const int32_t*>(s + j * kLanes))) *
+             (q_factor * all(k_scale[j]));
+    else
+      return load(s + j * kLanes) * q_factor;
+  };
+  if (!mask) {
+    // A maximum each for even and odd keys: one alone would wait for itself, four cycles a key.
+    F16 odd_max = block_max;
+    for (int j = from; j < to; j += 2) {
+      const F16 x = scaled(j), y = scaled(j + 1);
+      store(s + j * kLanes, x);
+      store(s + (j + 1) * kLanes, y);
+      block_max = max(x, block_max);
+      odd_max = max(y, odd_max);
+    }
+    return max(odd_max, block_max);
+  }
   for (int j = from; j < to; ++j) {
-    F16 x;
-    if constexpr (kInteger) {
-      x = to_float(iload(reinterpret_cast<const int32_t*>(s + j * kLanes))) *
-          (q_factor * all(k_scale[j]));
-    } else {
-      x = load(s + j * kLanes) * q_factor;
+    F16 x = scaled(j);
+    if (mask->has_bias) {
+      // A bias as low as the dtype goes is a number, not a mask, and must stay one.
+      x = fma(load(mask->bias + j * kLanes), all(bias_factor), x);
+      x = max(all(-3.4028234663852886e38f), x);
     }
-    if (mask) {
-      if (mask->has_bias) {
-        // A bias as low as the dtype goes is a number, not a mask, and must stay one.
-        x = fma(load(mask->bias + j * kLanes), all(bias_factor), x);
-        x = max(all(-3.4028234663852886e38f), x);
-      }
-      x = select(mask->may[j], x, all(-INFINITY));
-    }
+    x = select(mask->may[j], x, all(-INFINITY));
     store(s + j * kLanes, x);
     block_max = max(x, block_max);
   }
@@ -91,11 +102,11 @@ inline F16 exponentials(const float* s, int from, int to, F16 shift, float* word
       store(words + j * kLanes, p);
     }
   } else if constexpr (P == Product::bf16 || P == Product::tile_bf16) {
-    for (int j = from; j < to; j += 2) {
-      const F16 a = exp2<kDegree>(load(s + j * kLanes) - shift);
-      const F16 b = exp2<kDegree>(load(s + (j + 1) * kLanes) - shift);
+    for (int i = from / 2; i < to / 2; ++i) {
+      const F16 a = exp2<kDegree>(load(s + 2 * i * kLanes) - shift);
+      const F16 b = exp2<kDegree>(load(s + (2 * i + 1) * kLanes) - shift);
       sum = sum + (a + b);
-      istore(out + j / 2 * kLanes, pair_bf16(a, b));
+      istore(out + i * kLanes, pair_bf16(a, b));
     }
   } else {
     for (int j = from; j < to; j += 4) {

@@ -9,7 +9,6 @@
 
 #include "../args.h"
 #include "scalar.h"
-#include "x86.h"
 
 namespace sparge {
 namespace {
@@ -136,6 +135,30 @@ inline I16 quad_u8(F16 a, F16 b, F16 c, F16 d) {
   return {_mm512_or_si512(low, high)};
 }
 
+// 16 x 16 words turned over; strides in words. A register takes four columns of every fourth row:
+// within its quarters they turn over as 4 x 4, and are 16 rows of a column each.
+inline void transpose(const float* in, int64_t in_row, float* out, int64_t out_row) {
+  for (int c = 0; c < 16; c += 4) {
+    __m512 rows[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      const float* p = in + r * in_row + c;
+      __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(p));
+      x = _mm512_insertf32x4(x, _mm_loadu_ps(p + 4 * in_row), 1);
+      x = _mm512_insertf32x4(x, _mm_loadu_ps(p + 8 * in_row), 2);
+      rows[r] = _mm512_insertf32x4(x, _mm_loadu_ps(p + 12 * in_row), 3);
+    }
+    const __m512 low01 = _mm512_unpacklo_ps(rows[0], rows[1]);
+    const __m512 low23 = _mm512_unpacklo_ps(rows[2], rows[3]);
+    const __m512 high01 = _mm512_unpackhi_ps(rows[0], rows[1]);
+    const __m512 high23 = _mm512_unpackhi_ps(rows[2], rows[3]);
+    float* q = out + c * out_row;
+    _mm512_storeu_ps(q, _mm512_shuffle_ps(low01, low23, 0x44));
+    _mm512_storeu_ps(q + out_row, _mm512_shuffle_ps(low01, low23, 0xee));
+    _mm512_storeu_ps(q + 2 * out_row, _mm512_shuffle_ps(high01, high23, 0x44));
+    _mm512_storeu_ps(q + 3 * out_row, _mm512_shuffle_ps(high01, high23, 0xee));
+  }
+}
 // 16 rows and 16 steps turned over, packed.
 inline void transpose_panel(const float* in, int64_t in_row, float* out) {
   transpose(in, in_row, out, 16);
