@@ -7,9 +7,17 @@
 #include <cstdlib>
 #include <memory>
 
-#include "args.h"
+#include "isa.h"
 
 namespace sparge {
+
+inline const Kernels& kernels_of(int64_t isa) {
+  int count;
+  const Isa* all = isas(&count);
+  STD_TORCH_CHECK(isa >= 0 && isa < count && all[isa].available(),
+                  "sparge: no such instruction set");
+  return *all[isa].kernels;
+}
 
 struct Free {
   void operator()(void* p) const { std::free(p); }
