@@ -195,12 +195,28 @@ inline void value_panels_as_stored(const char* rows, int64_t row_apart, int64_t 
       std::memcpy(words + d / kRowsAtOnce * apart + step * kRowsAtOnce, word, sizeof(word));
     }
 }
+// 8-bit codes as pairs of 16 bits.
+inline void value_panels_of_codes(const char* rows, int64_t row_apart, int64_t width, int64_t apart,
+                                  float* words) {
+  for (int step = 0; step < kBlockK / 2; ++step, rows += 2 * row_apart)
+    for (int64_t d = 0; d < width; d += kLanes)
+      store_panels(words + d / kRowsAtOnce * apart + step * kRowsAtOnce, apart,
+                   pair_codes(reinterpret_cast<const int8_t*>(rows) + d,
+                              reinterpret_cast<const int8_t*>(rows + row_apart) + d));
+}
 template <Product P>
 inline Words value_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int64_t i_k,
                          float factor, char* scratch) {
   float* words = reinterpret_cast<float*>(scratch);
+  const bool whole = (i_k + 1) * kBlockK <= s.Lk && s.Dv % (2 * kLanes) == 0;
+  if constexpr (P == Product::i16) {
+    if (whole && x.stride_d == 1) {
+      const char* rows = x.row(b, h, i_k * kBlockK);
+      value_panels_of_codes(rows, x.stride_l, s.Dv, value_panel_bytes(P) / 4, words);
+      return {scratch, value_panel_bytes(P)};
+    }
+  }
   if constexpr (P == Product::bf16 || P == Product::u8i8) {
-    const bool whole = (i_k + 1) * kBlockK <= s.Lk && s.Dv % (2 * kLanes) == 0;
     const bool same_type = P == Product::u8i8 || (x.dtype == Dtype::bf16 && factor == 1.0f);
     if (whole && same_type && x.stride_d == bytes_of(x.dtype)) {
       using T = std::conditional_t<P == Product::bf16, uint16_t, uint8_t>;

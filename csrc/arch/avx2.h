@@ -158,7 +158,7 @@ inline void widen_i8(const int8_t* p, void* out) {
   _mm256_storeu_si256(static_cast<__m256i*>(out), _mm256_cvtepi8_epi16(b));
 }
 
-// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers.
+// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers, of floats or of bytes.
 inline I16 pair_bf16(F16 low, F16 high) {
   return {_mm256_blend_epi16(_mm256_srli_epi32(round_bf16(low.lo), 16), round_bf16(high.lo), 0xaa),
           _mm256_blend_epi16(_mm256_srli_epi32(round_bf16(low.hi), 16), round_bf16(high.hi), 0xaa)};
@@ -168,6 +168,12 @@ inline I16 pair_i16(F16 low, F16 high) {
                              _mm256_slli_epi32(_mm256_cvtps_epi32(high.lo), 16), 0xaa),
           _mm256_blend_epi16(_mm256_cvtps_epi32(low.hi),
                              _mm256_slli_epi32(_mm256_cvtps_epi32(high.hi), 16), 0xaa)};
+}
+inline I16 pair_codes(const int8_t* low, const int8_t* high) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low));
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(high));
+  return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)),
+          _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b))};
 }
 // Four bytes of a word, whole numbers in 0 … 255.
 inline __m256i quad_u8(__m256 a, __m256 b, __m256 c, __m256 d) {

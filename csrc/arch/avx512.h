@@ -109,7 +109,7 @@ inline void widen_i8(const int8_t* p, void* out) {
   _mm256_storeu_si256(static_cast<__m256i*>(out), _mm256_cvtepi8_epi16(b));
 }
 
-// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers.
+// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers, of floats or of bytes.
 inline I16 pair_bf16(F16 low, F16 high) {
 #ifdef __AVX512BF16__
   // The instruction gives 16 highs behind 16 lows; one permutation makes them pairs.
@@ -125,6 +125,12 @@ inline I16 pair_bf16(F16 low, F16 high) {
 inline I16 pair_i16(F16 low, F16 high) {
   return {_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_cvtps_epi32(low.v),
                                   _mm512_slli_epi32(_mm512_cvtps_epi32(high.v), 16))};
+}
+inline I16 pair_codes(const int8_t* low, const int8_t* high) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low));
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(high));
+  const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b));
+  return {_mm512_cvtepi8_epi16(both)};
 }
 // Four bytes of a word, whole numbers in 0 … 255.
 inline I16 quad_u8(F16 a, F16 b, F16 c, F16 d) {

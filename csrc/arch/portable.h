@@ -161,7 +161,7 @@ inline void widen_i8(const int8_t* p, void* out) {
   std::memcpy(out, w, 32);
 }
 
-// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers.
+// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers, of floats or of bytes.
 inline I16 pair_bf16(F16 low, F16 high) {
   I16 r;
   SPARGE_LANES r.v[i] = int32_t(to_bf16(low.v[i]) | uint32_t(to_bf16(high.v[i])) << 16);
@@ -172,6 +172,11 @@ inline uint32_t nearest(float x) { return x == x ? uint32_t(int32_t(std::nearbyi
 inline I16 pair_i16(F16 low, F16 high) {
   I16 r;
   SPARGE_LANES r.v[i] = int32_t((nearest(low.v[i]) & 0xffff) | nearest(high.v[i]) << 16);
+  return r;
+}
+inline I16 pair_codes(const int8_t* low, const int8_t* high) {
+  I16 r;
+  SPARGE_LANES r.v[i] = int32_t(uint32_t(uint16_t(low[i])) | uint32_t(uint16_t(high[i])) << 16);
   return r;
 }
 // Four bytes of a word, whole numbers in 0 … 255.
