@@ -4,9 +4,9 @@
 //   out_s     = Σ_{l <= s} acc[l] / Σ_{l <= s} sum[l]
 //   wrong[s]  = Σ_rows |out_s - out_all|,  whole = Σ_rows |out_all|
 //
-// One pass over K and V serves all steps. A row is a lane, and lanes differ in the step of a block:
-// its product with V is made once, turned, and each row added to where it belongs. So sums lie row
-// by row, [row][step][width]: a block then touches one step of each row and no more.
+// One pass over K and V serves all steps. In the scores a row is a lane; in the sums it is a row,
+// [row][step][width], because rows differ in the step of a block: each adds P · V, V as it lies, to
+// where it belongs.
 #pragma once
 
 #include "score.h"
@@ -16,14 +16,31 @@ namespace {
 
 constexpr int kMostGroups = 4;  // of 16 rows, which a task walks together over K and V
 
+// Rows of P, [key][16], times 16 channels of V, each row added to its own sums. Apart from its
+// caller as product_panel is, and for the same reason.
+SPARGE_APART inline void weigh(const float* p, const float* v, int64_t apart, float* const* sums,
+                               int64_t d) {
+  F16 acc[kRowsAtOnce];
+#pragma GCC unroll 16
+  for (int m = 0; m < kRowsAtOnce; ++m) acc[m] = load(sums[m] + d);
+  for (int j = 0; j < kBlockK; ++j) {
+    const F16 x = load(v + j * apart + d);
+#pragma GCC unroll 16
+    for (int m = 0; m < kRowsAtOnce; ++m)
+      acc[m] = mad_f32(acc[m], reinterpret_cast<const char*>(p + j * kLanes + m), x);
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < kRowsAtOnce; ++m) store(sums[m] + d, acc[m]);
+}
+
 struct CheckScratch {
-  float *queries, *scores, *out, *turned;
+  float *queries, *scores, *values, *nowhere;
   float *acc, *sums;  // of each group, row and step
-  char *keys, *values;
+  char* keys;
 
   static size_t carve(const PlanArgs& a, char* base, CheckScratch* p) {
     using Scores = RowScores<Product::f32>;
-    const size_t width = size_t(round_up(a.shape.Dv, 2 * kLanes));
+    const size_t width = size_t(round_up(a.shape.Dv, kLanes));
     const size_t steps = size_t(a.n_steps + 1), groups = size_t(a.check_groups);
     size_t at = 0;
     auto take = [&](size_t n) {
@@ -31,23 +48,21 @@ struct CheckScratch {
       at += (n + 63) / 64 * 64;
       return start;
     };
-    char* part[8] = {take(groups * Scores::query_floats(a.shape) * 4),
+    char* part[7] = {take(groups * Scores::query_floats(a.shape) * 4),
                      take(Scores::kScoreFloats * 4),
-                     take(width * kLanes * 4),
-                     take(width * kLanes * 4),
+                     take(kBlockK * width * 4),
+                     take(kRowsAtOnce * width * 4),
                      take(groups * steps * width * kLanes * 4),
                      take(groups * steps * kLanes * 4),
-                     take(Scores::key_bytes(a.shape)),
-                     take(width / kRowsAtOnce * size_t(value_panel_bytes(Product::f32)))};
+                     take(Scores::key_bytes(a.shape))};
     if (p) {
       p->queries = reinterpret_cast<float*>(part[0]);
       p->scores = reinterpret_cast<float*>(part[1]);
-      p->out = reinterpret_cast<float*>(part[2]);
-      p->turned = reinterpret_cast<float*>(part[3]);
+      p->values = reinterpret_cast<float*>(part[2]);
+      p->nowhere = reinterpret_cast<float*>(part[3]);
       p->acc = reinterpret_cast<float*>(part[4]);
       p->sums = reinterpret_cast<float*>(part[5]);
       p->keys = part[6];
-      p->values = part[7];
     }
     return at;
   }
@@ -60,7 +75,7 @@ struct Checker {
   int64_t b, h, first, n_groups, all_groups, width;
 
   Checker(const PlanArgs& args, int64_t task, char* scratch)
-      : a(args), s(args.shape), width(round_up(args.shape.Dv, 2 * kLanes)) {
+      : a(args), s(args.shape), width(round_up(args.shape.Dv, kLanes)) {
     CheckScratch::carve(args, scratch, &t);
     all_groups = (a.n_checked + kLanes - 1) / kLanes;
     const int64_t per_head = (all_groups + a.check_groups - 1) / a.check_groups;
@@ -93,24 +108,26 @@ struct Checker {
       store(states[g].shift, zero());
       store(states[g].row_sum, zero());
     }
+    std::memset(t.nowhere, 0, size_t(width) * kRowsAtOnce * 4);
     std::memset(t.acc, 0, size_t(n_groups * (a.n_steps + 1) * width) * kLanes * 4);
     std::memset(t.sums, 0, size_t(n_groups * (a.n_steps + 1)) * kLanes * 4);
     for (int64_t j = 0; j < s.n_k(); ++j) {
-      Words key{}, value{};
+      Words key{};
+      const float* value = nullptr;
+      int64_t apart = width;
       for (int64_t g = 0; g < n_groups; ++g) {
         const Kind kind = rows[g].kind(j);
         if (kind == kExcluded) continue;
         if (!key.data) {
           key = rows[g].key(j, t.keys);
-          value = value_words<Product::f32>(a.value, s, b, rows[g].h_k, j, 1.0f, t.values);
+          value = value_rows(rows[g].h_k, j, &apart);
         }
         const F16 most = rows[g].score(key, j, kind);
         if (rises(states[g], most)) fade(g, follow(&states[g], most));
         store(states[g].row_max, max(load(states[g].row_max), most));
         const F16 sum = exponentials<Product::f32, 6>(t.scores, 0, kBlockK, load(states[g].shift),
                                                       t.scores, zero());
-        product<Product::f32>(value, width, t.scores, kBlockK, t.out, false);
-        add_to_steps(g, j, sum);
+        add_to_steps(g, j, sum, value, apart);
       }
     }
   }
@@ -127,19 +144,38 @@ struct Checker {
     }
   }
 
-  void add_to_steps(int64_t group, int64_t i_k, F16 sum) {
-    alignas(64) float sums[kLanes];
-    store(sums, sum);
-    for (int64_t d = 0; d < width; d += kLanes)
-      transpose(t.out + d * kLanes, kLanes, t.turned + d, width);
-    for (int i = 0; i < rows_in(group); ++i) {
-      const int64_t i_q = rows_of(group)[i] / kBlockQ;
-      const int32_t step = a.indices[((b * s.Hq + h) * s.n_q() + i_q) * s.n_k() + i_k];
-      if (step < 0) continue;  // a block that the row's query block may not attend
-      float* acc = acc_of(group, i, step);
-      const float* own = t.turned + i * width;
-      for (int64_t d = 0; d < width; d += kLanes) store(acc + d, load(acc + d) + load(own + d));
-      sums_of(group, i)[step] += sums[i];
+  // One block of V as fp32 rows, `apart` numbers from each other: in place where it lies so.
+  const float* value_rows(int64_t h_k, int64_t i_k, int64_t* apart) const {
+    const int64_t start = i_k * kBlockK, n = s.Lk - start < kBlockK ? s.Lk - start : kBlockK;
+    const char* in_place = a.value.row(b, h_k, start);
+    if (n == kBlockK && s.Dv == width && a.value.dtype == Dtype::f32 && a.value.stride_d == 4) {
+      *apart = a.value.stride_l / 4;
+      return reinterpret_cast<const float*>(in_place);
+    }
+    *apart = width;
+    for (int64_t j = 0; j < n; ++j)
+      read_row(a.value, a.value.row(b, h_k, start + j), s.Dv, t.values + j * width);
+    std::memset(t.values + n * width, 0, size_t((kBlockK - n) * width) * 4);
+    return t.values;
+  }
+
+  void add_to_steps(int64_t group, int64_t i_k, F16 sum, const float* value, int64_t apart) {
+    alignas(64) float own_sum[kLanes];
+    store(own_sum, sum);
+    for (int first_row = 0; first_row < rows_in(group); first_row += kRowsAtOnce) {
+      float* sums[kRowsAtOnce];
+      for (int m = 0; m < kRowsAtOnce; ++m) {
+        const int i = first_row + m;
+        sums[m] = t.nowhere + m * width;
+        if (i >= rows_in(group)) continue;
+        const int64_t i_q = rows_of(group)[i] / kBlockQ;
+        const int32_t step = a.indices[((b * s.Hq + h) * s.n_q() + i_q) * s.n_k() + i_k];
+        if (step < 0) continue;  // a block that the row's query block may not attend
+        sums[m] = acc_of(group, i, step);
+        sums_of(group, i)[step] += own_sum[i];
+      }
+      for (int64_t d = 0; d < width; d += kLanes)
+        weigh(t.scores + first_row, value, apart, sums, d);
     }
   }
 
