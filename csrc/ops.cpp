@@ -122,13 +122,9 @@ void attend(const Tensor& query, const Tensor& key, const Tensor& value, MaybeTe
   a.shape = {query.size(0), query.size(1), key.size(1),  query.size(2),
              key.size(2),   query.size(3), value.size(3)};
   a.tokens = mask_of(mask, kinds, is_causal, offset);
-  a.precision = Precision(precision);
-  a.softmax_scale = softmax_scale;
-  a.query = rows_of(query);
-  a.key = rows_of(key);
+  take_scored(&a, query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale, precision,
+              softmax_scale);
   a.value = rows_of(value);
-  a.q_scale = scales_of(q_scale, q_rows_per_scale);
-  a.k_scale = scales_of(k_scale, k_rows_per_scale);
   a.v_scale = data_of<float>(v_scale);
   a.lse_shift = data_of<float>(lse_shift);
   a.pv_skip = data_of<float>(pv_skip);

@@ -20,15 +20,11 @@ PlanArgs plan_args(const Tensor& query, const Tensor& key, const MaybeTensor& q_
   a.shape = {
       query.size(0), query.size(1), key.size(1), query.size(2), key.size(2), query.size(3), 1};
   a.tokens = mask_of(mask, kinds, is_causal, offset);
-  a.precision = Precision(precision);
-  a.softmax_scale = softmax_scale;
+  take_scored(&a, query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale, precision,
+              softmax_scale);
   a.sample_rows = int(sample_rows);
   a.q_pooled = data_of<float>(q_pooled);
   a.k_pooled = data_of<float>(k_pooled);
-  a.query = rows_of(query);
-  a.key = rows_of(key);
-  a.q_scale = scales_of(q_scale, q_rows_per_scale);
-  a.k_scale = scales_of(k_scale, k_rows_per_scale);
   a.forced = data_of<int8_t>(forced);
   a.counts = data_of<int32_t>(counts);
   a.indices = data_of<int32_t>(indices);

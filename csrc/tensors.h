@@ -62,6 +62,19 @@ T* data_of(const Tensor& x) {
   return data_of<T>(MaybeTensor(x));
 }
 
+// What scores are made of, for planning and for attending.
+template <class Args>
+void take_scored(Args* a, const Tensor& query, const Tensor& key, const MaybeTensor& q_scale,
+                 int64_t q_rows_per_scale, const MaybeTensor& k_scale, int64_t k_rows_per_scale,
+                 int64_t precision, double softmax_scale) {
+  a->query = rows_of(query);
+  a->key = rows_of(key);
+  a->q_scale = scales_of(q_scale, q_rows_per_scale);
+  a->k_scale = scales_of(k_scale, k_rows_per_scale);
+  a->precision = Precision(precision);
+  a->softmax_scale = softmax_scale;
+}
+
 inline TokenMask mask_of(const MaybeTensor& mask, const MaybeTensor& kinds, bool is_causal,
                          int64_t offset) {
   TokenMask t;
