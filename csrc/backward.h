@@ -151,7 +151,7 @@ void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
         for (int j = 0; j < kBlockK; ++j) sum = sum + exp2<6>(load(t.scores + j * kLanes) - shift);
         store(state.row_sum, sum);
       }
-      store(state.row_max, max(load(state.row_max), most));
+      store(state.row_max, max_or_nan(load(state.row_max), most));
     }
     a.skipped[task * s.n_k() + kept[i]] = skipped;
   }

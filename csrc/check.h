@@ -124,7 +124,7 @@ struct Checker {
         }
         const F16 most = rows[g].score(key, j, kind);
         if (rises(states[g], most)) fade(g, follow(&states[g], most));
-        store(states[g].row_max, max(load(states[g].row_max), most));
+        store(states[g].row_max, max_or_nan(load(states[g].row_max), most));
         const F16 sum = exponentials<Product::f32, 6>(t.scores, 0, kBlockK, load(states[g].shift),
                                                       t.scores, zero());
         add_to_steps(g, j, sum, value, apart);

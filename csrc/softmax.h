@@ -25,7 +25,11 @@ struct alignas(64) GroupState {
   uint16_t may;            // lanes that had a pair to attend
 };
 
-// Products become scores, in place; gives the block's maximum of each row.
+// The larger, and NaN where either is: `max` would give its second operand.
+inline F16 max_or_nan(F16 a, F16 b) { return select(at_least(a, a), max(a, b), a); }
+
+// Products become scores, in place; gives the block's maximum of each row. A bias that is NaN makes
+// it NaN, so that the second filter cannot skip what makes the whole row NaN.
 template <bool kInteger>
 inline F16 scale_scores(float* s, int from, int to, const float* k_scale, F16 q_factor,
                         const GroupMask* mask, float bias_factor, F16 block_max) {
@@ -48,18 +52,20 @@ inline F16 scale_scores(float* s, int from, int to, const float* k_scale, F16 q_
     }
     return max(odd_max, block_max);
   }
+  Lanes broken = 0;
   for (int j = from; j < to; ++j) {
     F16 x = scaled(j);
     if (mask->has_bias) {
       // A bias as low as the dtype goes is a number, not a mask, and must stay one.
       x = fma(load(mask->bias + j * kLanes), all(bias_factor), x);
       x = max(all(-3.4028234663852886e38f), x);
+      broken |= ~at_least(x, x);
     }
     x = select(mask->may[j], x, all(-INFINITY));
     store(s + j * kLanes, x);
     block_max = max(x, block_max);
   }
-  return block_max;
+  return broken & kAllLanes ? select(broken, all(NAN), block_max) : block_max;
 }
 
 // True when every row of the group stands pv_skip (base 2 here) below its running maximum.

@@ -255,7 +255,7 @@ struct Walk {
           fade_rows(acc_of(i), width, follow(&g, most));
         }
       }
-      store(g.row_max, max(load(g.row_max), most));
+      store(g.row_max, max_or_nan(load(g.row_max), most));
     }
     return active;
   }
