@@ -28,7 +28,8 @@ from .judge import judge
 
 ROUND = 50  # calls between two looks at the clock
 SHRINK = 60  # seconds to make a failing call smaller
-NAMES = {name: getattr(sparge, name) for name in ("KeepAll", "KeepFraction", "KeepMass", "Recipe")}
+KEEPS = ("KeepAll", "KeepError", "KeepFraction", "KeepMass")
+NAMES = {name: getattr(sparge, name) for name in (*KEEPS, "Recipe")}
 # Threads that wait must not spin: the cores have other work.
 QUIET = {"OMP_WAIT_POLICY": "passive"}
 QUICK = settings(
@@ -38,6 +39,9 @@ QUICK = settings(
 
 
 def main() -> int:
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if len(sys.argv) > 1 and sys.argv[1] != "--child":
         names = {"Drawn": Drawn, "nan": float("nan"), "inf": float("inf"), **NAMES}
         judge(eval(sys.argv[1], names))

@@ -58,7 +58,7 @@ class Case:
         self.scale, self.recipe = self.call.scale, d.recipe
         options = {k: v for k, v in self.options.items() if k != "recipe"}
         self.plan = sparge.make_plan(
-            self.q, self.k, recipe=self.recipe, backend="reference", **options
+            self.q, self.k, value=self.v, recipe=self.recipe, backend="reference", **options
         )
         self.operands = quantize(
             self.q, self.k, self.v, scale=self.scale, precision=self.recipe.precision,

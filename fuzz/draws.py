@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparge import KeepAll, KeepFraction, KeepMass, Recipe
+from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = (
@@ -77,8 +77,10 @@ def recipes(draw: st.DrawFn, Hq: int) -> Recipe:
     amount = st.one_of(st.floats(0.01, 1.0), st.sampled_from([0.5, 1.0]))
     keep = draw(st.one_of(
         st.just(KeepAll()), each(amount).map(KeepMass), each(amount).map(KeepFraction),
+        each(st.floats(0.01, 0.9)).map(KeepError),
     ))  # fmt: skip
-    predictor = draw(st.sampled_from(["mean", "rows", "blend"]))
+    predictors = ["blend"] if isinstance(keep, KeepError) else ["mean", "rows", "blend"]
+    predictor = draw(st.sampled_from(predictors))
     judge = st.one_of(st.none(), each(st.floats(-1.0, 1.0)))
     off_or = st.one_of(st.none(), st.floats(0.05, 12.0))
     ends = st.tuples(st.integers(-300, 300), st.none())

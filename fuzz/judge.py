@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import native
+from sparge import BlockPlan, native
 from sparge.call import half_dtype
 from sparge.geometry import BLOCK_K, BLOCK_Q, in_blocks
 from sparge.qtensor import finite_rows
@@ -106,10 +106,19 @@ def tied(case: Case, skips: Tensor) -> Tensor:
         need(not skips.any(), "blocks are skipped by a filter that is off")
         return torch.zeros(case.lse.shape, dtype=torch.bool)
     least, most = case.skip_bounds
-    blocks = in_blocks(case.drift, -1, BLOCK_Q).amax(-1)
-    outside = ((skips < least) | (skips > most)) & (blocks < PRECISE)
+    # Under a query or a key that is not finite rows are NaN, and their groups skip as it falls.
+    precise = (case.drift < PRECISE) & case.settled & finite_rows(case.q)
+    precise = in_blocks(precise, -1, BLOCK_Q, fill=True).all(-1) & ~bad_blocks(case, case.plan)
+    outside = ((skips < least) | (skips > most)) & precise
     need(not outside.any(), "other row groups are skipped", outside)
-    return (least != most).repeat_interleave(BLOCK_Q, -1)[..., : case.drawn.Lq]
+    near = (least != most) | ~precise
+    return near.repeat_interleave(BLOCK_Q, -1)[..., : case.drawn.Lq]
+
+
+def bad_blocks(case: Case, plan: BlockPlan) -> Tensor:
+    """Query blocks that keep a key or a value that is not finite."""
+    finite = in_blocks(finite_rows(case.k) & finite_rows(case.v), -1, BLOCK_K, fill=True).all(-1)
+    return (plan.to_mask() & ~case.heads(finite)[:, :, None]).any(-1)
 
 
 # ---- the whole call
@@ -119,28 +128,28 @@ def judge_attention(case: Case) -> None:
     """The same bits as its stages, and the rules that can be told without a reference."""
     options = {**case.options, "backend": "cpu"}
     out, lse = sparge.attention(case.q, case.k, case.v, return_lse=True, **options)
-    plan = sparge.make_plan(case.q, case.k, **options)
+    plan = sparge.make_plan(case.q, case.k, value=case.v, **options)
     for name in ("block_mask", "is_causal", "causal_align"):
         options.pop(name)
     again, lse_again = sparge.attend(case.q, case.k, case.v, plan, **options)
     same = torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
     need(same and torch.equal(lse.nan_to_num(7.0), lse_again.nan_to_num(7.0)),
          "attention is not its stages")  # fmt: skip
-    judge_rules(case, out, lse, plan.to_mask())
+    judge_rules(case, out, lse, plan)
 
 
-def judge_rules(case: Case, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+def judge_rules(case: Case, out: Tensor, lse: Tensor, plan: BlockPlan) -> None:
     """Which rows are NaN (5.9, 5.10, 5.11), and which attend nothing (4.2)."""
-    finite_k = in_blocks(finite_rows(case.k) & finite_rows(case.v), -1, BLOCK_K, fill=True).all(-1)
-    bad_block = (kept & ~case.heads(finite_k)[:, :, None]).any(-1)
-    bad = bad_block.repeat_interleave(BLOCK_Q, -1)[..., : case.drawn.Lq] | ~finite_rows(case.q)
+    bad = bad_blocks(case, plan).repeat_interleave(BLOCK_Q, -1)[..., : case.drawn.Lq]
+    bad = bad | ~finite_rows(case.q)
     nan = out.isnan().any(-1)
     need(not (bad & ~nan).any(), "a number stands where NaN must", bad & ~nan)
     settled = case.settled
     if case.mask is not None and case.mask.dtype != torch.bool:
         settled = settled & ~(case.mask.isnan() | (case.mask == math.inf)).any()
     if case.recipe.quantized:  # spreads within the head
-        fine = finite_rows(case.q) & case.heads(finite_k.all(-1, keepdim=True))
+        finite = (finite_rows(case.k) & finite_rows(case.v)).all(-1, keepdim=True)
+        fine = finite_rows(case.q) & case.heads(finite)
         settled = settled & case.heads(largest_of(case.k)[..., 0] < 1e38)
         settled = settled & (largest_of(case.q)[..., 0] < 1e38)
         need(not (nan & fine & settled).any(), "NaN out of nothing", nan & fine & settled)
@@ -152,7 +161,7 @@ def judge_rules(case: Case, out: Tensor, lse: Tensor, kept: Tensor) -> None:
     ) if case.mask is not None or case.drawn.is_causal else None  # fmt: skip
     if pairs is None:
         return
-    rows = kept.repeat_interleave(BLOCK_Q, -2)[..., : case.drawn.Lq, :]
+    rows = plan.to_mask().repeat_interleave(BLOCK_Q, -2)[..., : case.drawn.Lq, :]
     tokens = rows.repeat_interleave(BLOCK_K, -1)[..., : case.drawn.Lk]
     may = pairs.expand(-1, case.drawn.Lq, case.drawn.Lk).reshape(tokens.shape) & tokens
     empty = ~may.any(-1) & ~bad & ~nan

@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparge import KeepAll, KeepFraction
+from sparge import BlockPlan, KeepAll, KeepError, KeepFraction
 from sparge.geometry import BLOCK_K, BLOCK_Q, in_blocks
 from sparge.plan import reference as reference_plan
+from sparge.plan.budget import FACTORS, checked_rows
 from sparge.plan.cpu import plan_from
 from sparge.plan.forced import forced_blocks
-from sparge.plan.rows import operands_of
+from sparge.plan.rows import operands_of, step_errors
 from sparge.qtensor import Operands, QTensor, finite_rows
 from sparge.quantize.cpu import Statistics, prepare
 from sparge.recipe import heads_of
@@ -76,7 +77,7 @@ def judge_pooled(ours: Tensor, theirs: Tensor, x: Tensor, block: int, name: str)
 def judge_plan(case: Case) -> None:
     """The plan of the reference's statistics: kept blocks are right, whatever ties there were."""
     if case.drawn.blocks is not None:
-        return
+        return None
     recipe, tokens = case.recipe, replace(case.tokens)
     stats = Statistics()
     if not isinstance(recipe.keep, KeepAll) and recipe.predictor != "rows":
@@ -90,15 +91,18 @@ def judge_plan(case: Case) -> None:
     operands = Operands(case.q, case.k, case.k)
     if not isinstance(recipe.keep, KeepAll):
         operands = operands_of(case.q, case.k, case.k, scale=case.scale, precision=recipe.precision)
-    plan = plan_from(operands, stats, tokens, scale=case.scale, recipe=recipe)
+    plan = plan_from(operands, stats, tokens, scale=case.scale, recipe=recipe, value=case.v)
     plan.validate()
     need(torch.equal(plan.allowed, case.plan.allowed), "allowed blocks differ")
+    if isinstance(recipe.keep, KeepError):
+        return judge_budget(case, plan)
     kept, theirs = plan.to_mask(), case.plan.to_mask()
     differs = (kept != theirs).any(-1)
     if not differs.any():
-        return
+        return None
     need(not isinstance(recipe.keep, KeepAll), "KeepAll keeps something else", differs)
     judge_kept(case, kept, theirs, differs)
+    return None
 
 
 def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> None:
@@ -132,3 +136,28 @@ def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> Non
         has - smallest.nan_to_num(0, 0, 0) > torch.maximum(mass * whole, theirs_has) + room
     )
     need(not wrong.any(), "a smaller set would do", wrong)
+
+
+def judge_budget(case: Case, plan: BlockPlan) -> None:
+    """Whatever step a head took: its error is the one said, and within the budget."""
+    kept, Hq = plan.to_mask(), case.drawn.Hq
+    assert plan.error is not None
+    said = plan.error.double()
+    budget = torch.tensor(heads_of(case.recipe.keep.max_error, Hq, none=1.0), dtype=torch.float64)
+    need((said <= budget).all(), "the error said is not within the budget", ~(said <= budget))
+    may = (case.tokens.block_kinds(case.q.device) != EXCLUDED).expand(kept.shape)
+    wrong, whole = step_errors(
+        case.q, case.k, case.v, torch.where(kept, 0, len(FACTORS)), may, case.tokens,
+        scale=case.scale, recipe=case.recipe,
+    )  # fmt: skip
+    every = (kept | ~may).flatten(2).all(-1)
+    lost = ~wrong[..., 0].isfinite() & ~every & case.settled.all(-1)
+    need(not lost.any(), "blocks are skipped where nothing could be measured", lost)
+    # Of values that cancel each other little is left, and rounding is relative to the values.
+    largest = case.heads(largest_of(case.v))[..., 0, 0]
+    rows = len(checked_rows(case.drawn.Lq, case.recipe.sample_rows)) * case.drawn.Dv
+    drift = case.drift.amax(-1)
+    room = (1e-4 + 8 * drift) * (largest * rows / whole).nan_to_num(math.inf, math.inf)
+    precise = case.settled.all(-1) & (drift < PRECISE) & (largest < 1e30)
+    off = (said - torch.where(every, 0.0, wrong[..., 0] / whole)).abs()
+    need(not (precise & (off > room)).any(), "the error said is another", precise & (off > room))
