@@ -58,12 +58,7 @@ void look_at_block(const AttendArgs& a, int64_t task, uint8_t* finite, float* la
       else
         ok = false;
     }
-    if (code_sums) {
-      const char* codes = a.key.row(b, h, l);
-      int32_t sum = 0;
-      for (int64_t d = 0; d < s.D; ++d) sum += int8_t(codes[d * a.key.stride_d]);
-      code_sums[bh * s.Lk + l] = sum;
-    }
+    if (code_sums) code_sums[bh * s.Lk + l] = sum_of_codes(a.key, a.key.row(b, h, l), s.D);
   }
   if (a.v_scale)
     for (int64_t d = 0; d < s.Dv; ++d) {

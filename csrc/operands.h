@@ -128,7 +128,7 @@ inline Words key_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int6
 template <Dtype kType>
 inline F16 value_lanes(const Rows& x, const char* row, int64_t d, int64_t Dv) {
   const char* p = row + d * x.stride_d;
-  if (x.stride_d == bytes_of(kType) && d + kLanes <= Dv) return read_lanes(p, kType);
+  if (x.stride_d == bytes_of(kType) && d + kLanes <= Dv) return read_lanes<kType>(p);
   alignas(64) float lanes[kLanes] = {};
   for (int64_t c = 0; c < kLanes && d + c < Dv; ++c) lanes[c] = read_one(p + c * x.stride_d, kType);
   return load(lanes);

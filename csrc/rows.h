@@ -1,6 +1,8 @@
 // Reading and writing rows of any dtype and stride as fp32.
 #pragma once
 
+#include <type_traits>
+
 #include "args.h"
 
 namespace sparge {
@@ -46,24 +48,38 @@ inline int64_t bytes_of(Dtype dtype) {
   return dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2;
 }
 
-inline F16 read_lanes(const char* p, Dtype dtype) {
+template <Dtype kType>
+inline F16 read_lanes(const char* p) {
+  if constexpr (kType == Dtype::f32) return load(reinterpret_cast<const float*>(p));
+  if constexpr (kType == Dtype::bf16) return load_bf16(p);
+  if constexpr (kType == Dtype::f16) return load_f16(p);
+  if constexpr (kType == Dtype::i8) return load_i8(reinterpret_cast<const int8_t*>(p));
+}
+
+// f<type>(): the choice is made once, outside of the loops.
+template <class F>
+inline void with_dtype(Dtype dtype, F f) {
   switch (dtype) {
     case Dtype::f32:
-      return load(reinterpret_cast<const float*>(p));
+      return f(std::integral_constant<Dtype, Dtype::f32>());
     case Dtype::bf16:
-      return load_bf16(p);
+      return f(std::integral_constant<Dtype, Dtype::bf16>());
     case Dtype::f16:
-      return load_f16(p);
+      return f(std::integral_constant<Dtype, Dtype::f16>());
     default:
-      return load_i8(reinterpret_cast<const int8_t*>(p));
+      return f(std::integral_constant<Dtype, Dtype::i8>());
   }
 }
+
+inline bool lies_together(const Rows& x) { return x.stride_d == bytes_of(x.dtype); }
 
 // n numbers of a row; `out` has room for a multiple of 16, and what is behind n becomes 0.
 inline void read_row(const Rows& x, const char* row, int64_t n, float* out) {
   int64_t i = 0;
-  if (x.stride_d == bytes_of(x.dtype))
-    for (; i + kLanes <= n; i += kLanes) store(out + i, read_lanes(row + i * x.stride_d, x.dtype));
+  if (lies_together(x))
+    with_dtype(x.dtype, [&](auto type) {
+      for (; i + kLanes <= n; i += kLanes) store(out + i, read_lanes<type()>(row + i * x.stride_d));
+    });
   for (; i < n; ++i) out[i] = read_one(row + i * x.stride_d, x.dtype);
   for (; i < round_up(n, kLanes); ++i) out[i] = 0.0f;
 }
@@ -97,20 +113,14 @@ inline F16 half_of(F16 x) {
   return load_bf16(half);
 }
 
-inline float lane_max(F16 a) {
-  alignas(64) float x[kLanes];
-  store(x, a);
-  float m = x[0];
-  for (int i = 1; i < kLanes; ++i) m = x[i] > m ? x[i] : m;
-  return m;
-}
-// The order of the additions is fixed: by halves.
-inline float lane_sum(F16 a) {
-  alignas(64) float x[kLanes];
-  store(x, a);
-  for (int n = kLanes / 2; n; n /= 2)
-    for (int i = 0; i < n; ++i) x[i] += x[i + n];
-  return x[0];
+// Sum of one row of 8-bit codes.
+inline int32_t sum_of_codes(const Rows& x, const char* row, int64_t n) {
+  int32_t sum = 0;
+  if (x.stride_d == 1)
+    for (int64_t d = 0; d < n; ++d) sum += int8_t(row[d]);
+  else
+    for (int64_t d = 0; d < n; ++d) sum += int8_t(row[d * x.stride_d]);
+  return sum;
 }
 
 }  // namespace

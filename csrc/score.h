@@ -93,8 +93,7 @@ struct RowScores {
         const int64_t held = s.Lk - i_k * kBlockK < kBlockK ? s.Lk - i_k * kBlockK : kBlockK;
         for (int64_t j = 0; j < held; ++j) {
           const char* codes = a->key.row(b, h_k, i_k * kBlockK + j);
-          int32_t sum = 0;
-          for (int64_t d = 0; d < s.D; ++d) sum += int8_t(codes[d * a->key.stride_d]);
+          const int32_t sum = sum_of_codes(a->key, codes, s.D);
           for (int i = 0; i < kLanes; ++i) sums[j * kLanes + i] -= 128 * sum;
         }
       }

@@ -18,27 +18,55 @@ constexpr float kLowered = 1.0f / kBlockQ;
 // Sum of some rows, lowered; the caller adds blocks up in fp64.
 void sum_rows(const Rows& x, int64_t b, int64_t h, int64_t start, int64_t stop, int64_t D,
               float* sum) {
-  alignas(64) float row[kMaxDim], total[kMaxDim];
-  const int64_t width = round_up(D, kLanes);
-  for (int64_t d = 0; d < width; d += kLanes) store(total + d, zero());
-  for (int64_t l = start; l < stop; ++l) {
-    read_row(x, x.row(b, h, l), D, row);
-    for (int64_t d = 0; d < width; d += kLanes)
-      store(total + d, fma(load(row + d), all(kLowered), load(total + d)));
+  int64_t d = 0;
+  if (lies_together(x))
+    with_dtype(x.dtype, [&](auto type) {
+      for (; d + kLanes <= D; d += kLanes) {
+        F16 total = zero();
+        for (int64_t l = start; l < stop; ++l)
+          total = fma(read_lanes<type()>(x.row(b, h, l) + d * x.stride_d), all(kLowered), total);
+        store(sum + d, total);
+      }
+    });
+  for (; d < D; ++d) {
+    sum[d] = 0.0f;
+    for (int64_t l = start; l < stop; ++l)
+      sum[d] += read_one(x.row(b, h, l) + d * x.stride_d, x.dtype) * kLowered;
   }
-  std::memcpy(sum, total, size_t(D) * 4);
 }
+
+// The largest |x| of some numbers, and whether all of them are finite.
+struct Largest {
+  F16 most = zero(), lost = zero();
+  void add(F16 x) {
+    most = max(abs(x), most);
+    lost = fma(x, zero(), lost);  // NaN from the first that is not finite
+  }
+  Lanes finite() const { return at_least(lost, lost); }
+  float value() const { return finite() == kAllLanes ? lane_max(most) : NAN; }
+};
 
 // NaN where the row is not finite.
 inline float largest_of(const float* row, int64_t width) {
-  F16 most = zero();
-  Lanes finite = kAllLanes;
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const F16 x = abs(load(row + d));
-    finite &= less(x, all(INFINITY));
-    most = max(x, most);
-  }
-  return finite == kAllLanes ? lane_max(most) : NAN;
+  Largest largest;
+  for (int64_t d = 0; d < width; d += kLanes) largest.add(load(row + d));
+  return largest.value();
+}
+
+// round(x / scale), in -127 … 127, for |x| of at most 127 scales. A product with 1 / scale is off
+// by less than 2⁻¹⁵: what it says holds, unless it lies as near to a tie or 1 / scale overflowed.
+inline F16 code_of(F16 x, F16 scale, F16 inverse) {
+  const F16 y = x * inverse, code = round(y);
+  if (less(abs(y - code), all(0.5f - 0x1p-15f)) == kAllLanes) return code;
+  return max(all(-127.0f), min(all(127.0f), round(x / scale)));
+}
+
+// 16 codes of a row of D from d on, and none behind it.
+inline void store_codes(int8_t* row, int64_t d, int64_t D, F16 code) {
+  if (d + kLanes <= D) return store_i8(row + d, code);
+  alignas(64) int8_t last[kLanes];
+  store_i8(last, code);
+  std::memcpy(row + d, last, size_t(D - d));
 }
 
 inline float quantize_row(const float* row, int64_t D, float largest, int8_t* codes) {
@@ -48,15 +76,13 @@ inline float quantize_row(const float* row, int64_t D, float largest, int8_t* co
     std::memset(codes, 0, size_t(D));
     return finite ? 0.0f : NAN;
   }
-  alignas(64) int8_t last[kLanes];
-  for (int64_t d = 0; d < D; d += kLanes) {
-    const F16 code = max(all(-127.0f), min(all(127.0f), round(load(row + d) / all(scale))));
-    if (d + kLanes <= D) {
-      store_i8(codes + d, code);
-    } else {
-      store_i8(last, code);
-      std::memcpy(codes + d, last, size_t(D - d));
-    }
+  const F16 scales = all(scale), inverse = all(1.0f / scale);
+  int64_t d = 0;
+  for (; d + kLanes <= D; d += kLanes) store_i8(codes + d, code_of(load(row + d), scales, inverse));
+  if (d < D) {
+    alignas(64) int8_t last[kLanes];
+    store_i8(last, code_of(load(row + d), scales, inverse));
+    std::memcpy(codes + d, last, size_t(D - d));
   }
   return scale;
 }
@@ -71,11 +97,16 @@ inline float dot(const float* a, const float* b, int64_t width) {
 // neither overflow nor vanish. A zero row adds nothing.
 inline void add_unit(const float* row, int64_t width, float largest, float* units) {
   if (largest == 0.0f) return;
-  alignas(64) float unit[kMaxDim];
-  for (int64_t d = 0; d < width; d += kLanes) store(unit + d, load(row + d) / all(largest));
-  const float norm = std::sqrt(dot(unit, unit, width));
+  const float lift = largest < 0x1p-60f ? 0x1p60f : 1.0f;  // or 1 / largest may overflow
+  const F16 lifts = all(lift), inverse = all(1.0f / (largest * lift));
+  F16 squares = zero();
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const F16 x = load(row + d) * lifts * inverse;
+    squares = fma(x, x, squares);
+  }
+  const F16 norm = all(1.0f / std::sqrt(lane_sum(squares)));
   for (int64_t d = 0; d < width; d += kLanes)
-    store(units + d, load(units + d) + load(unit + d) / all(norm));
+    store(units + d, fma(load(row + d) * lifts * inverse, norm, load(units + d)));
 }
 
 void statistics(const StatisticsArgs& a, int64_t task) {
@@ -89,12 +120,14 @@ void statistics(const StatisticsArgs& a, int64_t task) {
     std::memcpy(key_mean, a.key_mean + (b * (a.H / a.group) + h / a.group) * a.D, size_t(a.D) * 4);
   for (int64_t l = start; l < stop; ++l) {
     read_row(a.x, a.x.row(b, h, l), a.D, row);
-    if (a.mean)
-      for (int64_t d = 0; d < width; d += kLanes) store(row + d, load(row + d) - load(mean + d));
-    if (a.pooled)
-      for (int64_t d = 0; d < width; d += kLanes)
-        store(pooled + d, fma(load(row + d), all(kLowered), load(pooled + d)));
-    const float largest = largest_of(row, width);
+    Largest of_row;
+    for (int64_t d = 0; d < width; d += kLanes) {
+      const F16 x = load(row + d) - load(mean + d);
+      store(row + d, x);
+      store(pooled + d, fma(x, all(kLowered), load(pooled + d)));
+      of_row.add(x);
+    }
+    const float largest = of_row.value();
     if (a.similarity) add_unit(row, width, largest, units);
     if (a.codes)
       a.scale[bh * a.L + l] = quantize_row(row, a.D, largest, a.codes + (bh * a.L + l) * a.D);
@@ -116,31 +149,24 @@ void statistics(const StatisticsArgs& a, int64_t task) {
 void channels(const ChannelArgs& a, int64_t task) {
   const int64_t n = (a.L + kBlockK - 1) / kBlockK, width = round_up(a.D, kLanes);
   const int64_t bh = task / n, b = bh / a.H, h = bh % a.H, start = task % n * kBlockK;
-  const int64_t stop = start + kBlockK < a.L ? start + kBlockK : a.L;
-  alignas(64) float block[kBlockK * kMaxDim], scale[kMaxDim];
-  alignas(64) int8_t codes[kMaxDim];
-  for (int64_t l = start; l < stop; ++l)
-    read_row(a.value, a.value.row(b, h, l), a.D, block + (l - start) * width);
+  const int64_t rows = start + kBlockK < a.L ? kBlockK : a.L - start;
+  alignas(64) float block[kBlockK * kMaxDim], scales[kMaxDim];
+  for (int64_t i = 0; i < rows; ++i)
+    read_row(a.value, a.value.row(b, h, start + i), a.D, block + i * width);
   for (int64_t d = 0; d < width; d += kLanes) {
-    F16 most = zero();
-    Lanes finite = kAllLanes;
-    for (int64_t i = 0; i < stop - start; ++i) {
-      const F16 x = abs(load(block + i * width + d));
-      finite &= less(x, all(INFINITY));
-      most = max(x, most);
+    Largest largest;
+    for (int64_t i = 0; i < rows; ++i) largest.add(load(block + i * width + d));
+    const F16 scale = select(largest.finite(), largest.most / all(127.0f), all(NAN));
+    const F16 inverse = all(1.0f) / scale;
+    const Lanes live = less(zero(), scale);
+    store(scales + d, scale);
+    for (int64_t i = 0; i < rows; ++i) {
+      F16 code = code_of(load(block + i * width + d), scale, inverse);
+      if (live != kAllLanes) code = select(live, code, zero());
+      store_codes(a.codes + (bh * a.L + start + i) * a.D, d, a.D, code);
     }
-    store(scale + d, select(finite, most / all(127.0f), all(NAN)));
   }
-  for (int64_t i = 0; i < stop - start; ++i) {
-    for (int64_t d = 0; d < width; d += kLanes) {
-      const F16 s = load(scale + d);
-      const F16 code = round(load(block + i * width + d) / s);
-      const F16 bounded = max(all(-127.0f), min(all(127.0f), code));
-      store_i8(codes + d, select(less(zero(), s), bounded, zero()));
-    }
-    std::memcpy(a.codes + (bh * a.L + start + i) * a.D, codes, size_t(a.D));
-  }
-  std::memcpy(a.scale + task * a.D, scale, size_t(a.D) * 4);
+  std::memcpy(a.scale + task * a.D, scales, size_t(a.D) * 4);
 }
 
 }  // namespace

@@ -99,6 +99,27 @@ def test_codes_are_within_half_a_step(size, L, rows):
 
 
 @pytest.mark.rule("5.5")
+@pytest.mark.parametrize("size", [1.0, 3.0, 1e-3, 1e30, 1e-37, 1e-43], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_codes_are_those_of_a_division(backend, dtype, size):
+    """Also at ties and beside them, and where one over the scale is infinite."""
+    g = torch.Generator().manual_seed(2)
+    halves = torch.arange(-126.5, 127.0) / 127 * size
+    x = torch.stack([halves[torch.randperm(254, generator=g)][:40] for _ in range(300)])
+    x[1::3] = torch.nextafter(x[1::3], torch.tensor(math.inf))
+    x[2::3] = torch.nextafter(x[2::3], torch.tensor(-math.inf))
+    x[:, 17] = size * torch.rand(300, generator=g).clamp(min=0.3)  # the largest of some rows
+    x = x.to(dtype).view(1, 1, 300, 40)
+    done = quantize(x, x, x, scale=1.0, precision="int8-fast", backend=get_backend(backend))
+    for codes, scale, wide in (
+        (done.query.codes, done.query.scale[..., None], x.float()),
+        (done.value.codes, done.value.scale.repeat_interleave(64, 2)[:, :, :300], x.float()),
+    ):
+        expected = (wide / scale).round().clamp(-127, 127)
+        assert torch.equal(codes.float(), torch.where(scale > 0, expected, 0.0))
+
+
+@pytest.mark.rule("5.5")
 def test_an_all_zero_group_has_scale_zero(backend):
     q, k, v = make_qkv(Lq=70, D=8)
     q[:, :, 3] = 0

@@ -85,6 +85,19 @@ inline F16 select(Lanes m, F16 yes, F16 no) {
   return {_mm256_blendv_ps(no.lo, yes.lo, lane_mask(m)),
           _mm256_blendv_ps(no.hi, yes.hi, lane_mask(m >> 8))};
 }
+inline float lane_max(F16 a) {
+  const __m256 m = _mm256_max_ps(a.lo, a.hi);
+  __m128 n = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+  n = _mm_max_ps(n, _mm_movehl_ps(n, n));
+  return _mm_cvtss_f32(_mm_max_ss(n, _mm_movehdup_ps(n)));
+}
+// By halves.
+inline float lane_sum(F16 a) {
+  const __m256 m = _mm256_add_ps(a.lo, a.hi);
+  __m128 n = _mm_add_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+  n = _mm_add_ps(n, _mm_movehl_ps(n, n));
+  return _mm_cvtss_f32(_mm_add_ss(n, _mm_movehdup_ps(n)));
+}
 inline F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 
 // x = whole + f, and p · 2^whole where x is at least -126, else 0. The whole part stays in the

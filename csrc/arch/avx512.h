@@ -57,6 +57,9 @@ inline Lanes at_least(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_G
 inline F16 select(Lanes m, F16 yes, F16 no) {
   return {_mm512_mask_blend_ps(__mmask16(m), no.v, yes.v)};
 }
+inline float lane_max(F16 a) { return _mm512_reduce_max_ps(a.v); }
+// By halves.
+inline float lane_sum(F16 a) { return _mm512_reduce_add_ps(a.v); }
 inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
 // x = whole + f, and p · 2^whole where x is at least -126, else 0. The whole part is floored,

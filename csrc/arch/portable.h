@@ -101,6 +101,17 @@ inline F16 select(Lanes m, F16 yes, F16 no) {
   SPARGE_LANES no.v[i] = m >> i & 1 ? yes.v[i] : no.v[i];
   return no;
 }
+inline float lane_max(F16 a) {
+  float m = a.v[0];
+  SPARGE_LANES m = a.v[i] > m ? a.v[i] : m;
+  return m;
+}
+// By halves.
+inline float lane_sum(F16 a) {
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; ++i) a.v[i] += a.v[i + n];
+  return a.v[0];
+}
 inline F16 to_float(I16 a) {
   F16 r;
   SPARGE_LANES r.v[i] = float(a.v[i]);
