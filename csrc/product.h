@@ -99,7 +99,7 @@ SPARGE_APART void product_panel(const char* a, const float* b, int steps, float*
   typename A::T acc[kRowsAtOnce];
 #pragma GCC unroll 16
   for (int m = 0; m < kRowsAtOnce; ++m) acc[m] = kAdd ? A::get(c + m * kLanes) : A::none();
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int s = 0; s < steps; ++s) {
     const auto words = words_at<P>(b + s * kLanes);
 #pragma GCC unroll 16

@@ -97,9 +97,9 @@ def test_a_target_is_met_if_every_long_case_meets_it():
     found = verdicts(rows, "avx2")["all kept, times SDPA bf16"]
     assert (found["verdict"], found["worst"], found["best"]) == (MET, 1.5, 1.6)
     assert found["worst_case"]["head_dim"] == 128
-    short = row("all", length=1024, ratio=0.5)
+    short = row("all", length=4096, ratio=0.5)
     assert verdicts([*rows, short], "avx2")["all kept, times SDPA bf16"]["cases"] == 2
-    slow = row("all", length=4096, ratio=1.4)
+    slow = row("all", length=16384, ratio=1.4)
     found = verdicts([*rows, slow], "avx2")["all kept, times SDPA bf16"]
     assert (found["verdict"], found["cases_met"], found["cases"]) == (NOT_MET, 2, 3)
     other = {**slow, "backend": "reference"}

@@ -27,7 +27,7 @@ class Target:
     needed: Mapping[str, float]
     also: Mapping[str, str] = field(default_factory=dict)
     beyond: str | None = None
-    lengths: tuple[int, int] = (4096, 2**31)
+    lengths: tuple[int, int] = (8192, 2**31)
 
     def needs(self, isa: str | None) -> float | None:
         return self.needed.get(ANY_ISA, self.needed.get(isa or ""))
@@ -70,7 +70,6 @@ TARGETS = (
         "40% blend",
         {ANY_ISA: 0.035},
         beyond="40%",
-        lengths=(8192, 2**31),
     ),
 )
 CASE = ("length", "head_dim", "causal", "threads")
