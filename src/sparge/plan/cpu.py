@@ -81,27 +81,21 @@ def _plan(
     indices: Tensor,
     allowed: Tensor,
 ) -> None:
-    q, *q_scale = parts_of(operands.query)
-    k, *k_scale = parts_of(operands.key)
+    q, k, scales = _scored(operands)
     keep, amount = _amount(recipe, q.shape[1])
     least = recipe.min_similarity
     judge = None if least is None else torch.tensor(heads_of(least, q.shape[1], none=-1.0))
     native.ops().plan(
         q,
         k,
-        *q_scale,
-        *k_scale,
+        *scales,
         statistics.q_pooled,
         statistics.k_pooled,
         statistics.q_similarity,
         statistics.k_similarity,
         judge,
         torch.tensor(amount, dtype=torch.float64),
-        forced_blocks(tokens, recipe, q.device).to(torch.int8),
-        tokens.attn_mask,
-        kinds_of(tokens),
-        tokens.is_causal,
-        tokens.offset,
+        *_where(tokens, recipe, q.device),
         PREDICTORS.index(recipe.predictor),
         keep,
         PRECISIONS.index(recipe.precision),
@@ -126,8 +120,7 @@ def _plan_by_error(
     allowed: Tensor,
 ) -> Tensor:
     """Every step measured in one pass, then the lists of the one that each head takes."""
-    q, *q_scale = parts_of(operands.query)
-    k, *k_scale = parts_of(operands.key)
+    q, k, scales = _scored(operands)
     assert isinstance(recipe.keep, KeepError)
     masses = torch.tensor(masses_of(recipe.keep, q.shape[1]), dtype=torch.float64)
     whole = q.new_empty(q.shape[:2], dtype=torch.float64)
@@ -136,17 +129,12 @@ def _plan_by_error(
         q,
         k,
         value,
-        *q_scale,
-        *k_scale,
+        *scales,
         statistics.q_pooled,
         statistics.k_pooled,
         masses,
         torch.tensor(checked_rows(tokens.Lq, recipe.sample_rows)),
-        forced_blocks(tokens, recipe, q.device).to(torch.int8),
-        tokens.attn_mask,
-        kinds_of(tokens),
-        tokens.is_causal,
-        tokens.offset,
+        *_where(tokens, recipe, q.device),
         PRECISIONS.index(recipe.precision),
         scale,
         recipe.sample_rows,
@@ -159,6 +147,19 @@ def _plan_by_error(
     step, error = take_step(wrong, whole, recipe.keep)
     native.ops().take_steps(step, counts, indices, native.isa_number())
     return error
+
+
+def _scored(operands: Operands) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """What rows are scored with: codes or tensors of q and k, and the scales of both."""
+    q, *q_scale = parts_of(operands.query)
+    k, *k_scale = parts_of(operands.key)
+    return q, k, (*q_scale, *k_scale)
+
+
+def _where(tokens: TokenMask, recipe: Recipe, device: torch.device) -> tuple[Any, ...]:
+    """Which blocks must be kept, and which pairs may attend."""
+    forced = forced_blocks(tokens, recipe, device).to(torch.int8)
+    return forced, tokens.attn_mask, kinds_of(tokens), tokens.is_causal, tokens.offset
 
 
 def _amount(recipe: Recipe, Hq: int) -> tuple[int, list[float]]:
