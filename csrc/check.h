@@ -148,7 +148,7 @@ struct Checker {
   const float* value_rows(int64_t h_k, int64_t i_k, int64_t* apart) const {
     const int64_t start = i_k * kBlockK, n = s.Lk - start < kBlockK ? s.Lk - start : kBlockK;
     const char* in_place = a.value.row(b, h_k, start);
-    if (n == kBlockK && s.Dv == width && a.value.dtype == Dtype::f32 && a.value.stride_d == 4) {
+    if (n == kBlockK && s.Dv == width && a.value.dtype == Dtype::f32 && lies_together(a.value)) {
       *apart = a.value.stride_l / 4;
       return reinterpret_cast<const float*>(in_place);
     }

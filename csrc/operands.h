@@ -27,8 +27,8 @@ inline void pack_row(const Rows& x, const char* row, int64_t D, int steps, bool 
                      uint32_t* out) {
   constexpr int per = per_word(P);
   constexpr bool bytes = P == Product::u8i8 || P == Product::tile_i8 || P == Product::tile_u8;
-  const bool as_stored = x.stride_d == bytes_of(x.dtype) &&
-                         (bytes || (per == 2 && P != Product::i16 && x.dtype == Dtype::bf16));
+  const bool as_stored =
+      lies_together(x) && (bytes || (per == 2 && P != Product::i16 && x.dtype == Dtype::bf16));
   if (as_stored) {
     const int whole = int(D / per);
     for (int s = 0; s < whole; ++s) out[s] = word_at(row + 4 * int64_t(s));
@@ -105,7 +105,7 @@ inline Words key_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int6
   const bool same_type = P == Product::f32 ? x.dtype == Dtype::f32 && !half
                          : P == Product::bf16 || P == Product::tile_bf16 ? x.dtype == Dtype::bf16
                                                                          : P != Product::i16;
-  const bool in_place = same_type && n == kBlockK && x.stride_d == bytes_of(x.dtype) &&
+  const bool in_place = same_type && n == kBlockK && lies_together(x) &&
                         s.D * x.stride_d == row_bytes && x.stride_l % 4 == 0;
   const char* rows = x.row(b, h, first);
   int64_t apart = x.stride_l;
@@ -218,7 +218,7 @@ inline Words value_words(const Rows& x, const Shape& s, int64_t b, int64_t h, in
   }
   if constexpr (P == Product::bf16 || P == Product::u8i8) {
     const bool same_type = P == Product::u8i8 || (x.dtype == Dtype::bf16 && factor == 1.0f);
-    if (whole && same_type && x.stride_d == bytes_of(x.dtype)) {
+    if (whole && same_type && lies_together(x)) {
       using T = std::conditional_t<P == Product::bf16, uint16_t, uint8_t>;
       value_panels_as_stored<T>(x.row(b, h, i_k * kBlockK), x.stride_l, s.Dv,
                                 value_panel_bytes(P) / 4, words);

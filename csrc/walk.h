@@ -162,7 +162,7 @@ struct Walk {
   }
   // Rows whose numbers lie apart are left alone: they would be many lines.
   static int64_t row_bytes(const Rows& x, int64_t n) {
-    return x.stride_d == bytes_of(x.dtype) ? n * x.stride_d : 0;
+    return lies_together(x) ? n * x.stride_d : 0;
   }
   static void fetch_bytes(const char* p, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 2);

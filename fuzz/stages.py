@@ -77,7 +77,7 @@ def judge_pooled(ours: Tensor, theirs: Tensor, x: Tensor, block: int, name: str)
 def judge_plan(case: Case) -> None:
     """The plan of the reference's statistics: kept blocks are right, whatever ties there were."""
     if case.drawn.blocks is not None:
-        return None
+        return
     recipe, tokens = case.recipe, replace(case.tokens)
     stats = Statistics()
     if not isinstance(recipe.keep, KeepAll) and recipe.predictor != "rows":
@@ -94,15 +94,13 @@ def judge_plan(case: Case) -> None:
     plan = plan_from(operands, stats, tokens, scale=case.scale, recipe=recipe, value=case.v)
     plan.validate()
     need(torch.equal(plan.allowed, case.plan.allowed), "allowed blocks differ")
-    if isinstance(recipe.keep, KeepError):
-        return judge_budget(case, plan)
     kept, theirs = plan.to_mask(), case.plan.to_mask()
     differs = (kept != theirs).any(-1)
-    if not differs.any():
-        return None
-    need(not isinstance(recipe.keep, KeepAll), "KeepAll keeps something else", differs)
-    judge_kept(case, kept, theirs, differs)
-    return None
+    if isinstance(recipe.keep, KeepError):
+        judge_budget(case, plan)
+    elif differs.any():
+        need(not isinstance(recipe.keep, KeepAll), "KeepAll keeps something else", differs)
+        judge_kept(case, kept, theirs, differs)
 
 
 def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> None:
