@@ -11,16 +11,16 @@ from torch import Tensor
 
 import sparge
 from sparge import BlockPlan, Recipe
-from sparge.backends import get_backend
+from sparge.backends.reference.plan import BlockStatistics, block_statistics
+from sparge.backends.reference.prepare import smooth_keys
+from sparge.backends.reference.scores import working
 from sparge.check import check_call
+from sparge.dispatch.choose import get_backend
+from sparge.execute import tokens_of
 from sparge.geometry import BLOCK_K, BLOCK_Q
-from sparge.plan.reference import BlockStatistics, block_statistics
 from sparge.qtensor import QTensor
 from sparge.quantize import quantize
-from sparge.quantize.reference import smooth_keys
 from sparge.recipe import heads_of
-from sparge.run import tokens_of
-from sparge.scores import working
 from sparge.tokenmask import as_4d
 
 from .draws import Drawn, tensors

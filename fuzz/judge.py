@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import BlockPlan, native
+from sparge import BlockPlan
+from sparge.backends.cpu import library as native
 from sparge.call import half_dtype
 from sparge.geometry import BLOCK_K, BLOCK_Q, in_blocks
 from sparge.qtensor import finite_rows

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from sparge import BlockPlan, KeepAll, KeepError, KeepFraction
+from sparge.backends.budget import FACTORS, checked_rows
+from sparge.backends.cpu.plan import plan_from
+from sparge.backends.cpu.prepare import Statistics, prepare
+from sparge.backends.forced import forced_blocks
+from sparge.backends.reference import plan as reference_plan
+from sparge.backends.reference.sampled_rows import operands_of, step_errors
 from sparge.geometry import BLOCK_K, BLOCK_Q, in_blocks
-from sparge.plan import reference as reference_plan
-from sparge.plan.budget import FACTORS, checked_rows
-from sparge.plan.cpu import plan_from
-from sparge.plan.forced import forced_blocks
-from sparge.plan.rows import operands_of, step_errors
 from sparge.qtensor import Operands, QTensor, finite_rows
-from sparge.quantize.cpu import Statistics, prepare
 from sparge.recipe import heads_of
 from sparge.tokenmask import EXCLUDED
 

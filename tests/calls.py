@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparge import KeepFraction, Recipe
-from sparge.backends import STAGES, Backend
+from sparge.dispatch.choose import Backend, modules_of
 
 HALF = Recipe(keep=KeepFraction(0.5), precision="half")
 
@@ -26,7 +26,7 @@ def block_mask(n_q=2, n_k=4):
 
 
 def fake(name="fake", refusal=lambda h, c: None, slower=lambda h, c: None):
-    modules = {stage: f"sparge.{stage}.reference" for stage in STAGES}
+    modules = modules_of("reference")
     return Backend(
         name, "the reference by another name", refusal, slower, modules, lambda h, c: "fake-isa"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from sparge.attend import reference as reference_attend
+from sparge.backends.reference import attend as reference_attend
 from sparge.cli import main
 
 DEMO = ["demo", "--synthetic", "--length", "384", "--heads", "2"]

@@ -15,19 +15,19 @@ import torch
 
 import sparge
 from calls import fake
-from sparge import native
-from sparge.attend import reference as reference_attend
-from sparge.backends import (
-    STAGES,
+from sparge.backends.cpu import library as native
+from sparge.backends.cpu.crossover import BUILT_IN
+from sparge.backends.reference import attend as reference_attend
+from sparge.call import Call
+from sparge.dispatch.choose import (
     Backend,
     Host,
     backends,
     get_backend,
+    modules_of,
     register_backend,
     unregister_backend,
 )
-from sparge.call import Call
-from sparge.crossover import BUILT_IN
 
 # The native core once for each instruction set of this machine, by name: `cpu-avx2`.
 BACKENDS = [
@@ -79,9 +79,9 @@ def widest(backend):
 def fixed_crossover(monkeypatch, tmp_path):
     """Routing by fixed numbers: no test measures unless it asks to, or sees the user's cache."""
     monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sparge.backends._hosts", {})
-    monkeypatch.setattr("sparge.backends._crossover_of", lambda isa, threads: FIXED)
-    monkeypatch.setattr("sparge.calibrate._turns", {})
+    monkeypatch.setattr("sparge.dispatch.choose._hosts", {})
+    monkeypatch.setattr("sparge.dispatch.choose._crossover_of", lambda isa, threads: FIXED)
+    monkeypatch.setattr("sparge.backends.cpu.calibrate._turns", {})
 
 
 @pytest.fixture(autouse=True)
@@ -108,9 +108,9 @@ def no_work(monkeypatch):
         raise AssertionError("work was begun before the mistake was found")
 
     for stage in ("make_plan", "quantize", "attend", "attend_dense"):
-        monkeypatch.setattr(f"sparge.run.{stage}", refuse)
+        monkeypatch.setattr(f"sparge.execute.{stage}", refuse)
     monkeypatch.setattr("sparge.api.attend_dense", refuse)
-    monkeypatch.setattr("sparge.plan.rows.operands_of", refuse)
+    monkeypatch.setattr("sparge.backends.reference.sampled_rows.operands_of", refuse)
     monkeypatch.setattr("sparge.blockplan.plan_of", refuse)
     monkeypatch.setattr(torch, "logaddexp", refuse)
 
@@ -144,7 +144,7 @@ def add_backend(monkeypatch):
 
     def add(name, *, refusal=None, attend=reference_attend.attend):
         monkeypatch.setitem(sys.modules, f"attend_of_{name}", SimpleNamespace(attend=attend))
-        modules = {stage: f"sparge.{stage}.reference" for stage in STAGES}
+        modules = modules_of("reference")
         modules["attend"] = f"attend_of_{name}"
         register_backend(
             Backend(name, "of a test", lambda h, c: refusal, lambda h, c: "slow", modules)

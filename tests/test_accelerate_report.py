@@ -12,7 +12,7 @@ import oracle
 import sparge
 import tiny_models as tiny
 from sparge import KeepFraction, KeepMass, Recipe
-from sparge.canary import ROWS, sample_rows
+from sparge.accuracy import ROWS, sample_rows
 from tiny_models import ids_of, padded, same
 
 SPARSE = Recipe(KeepFraction((0.3, 0.5, 0.7, 0.9)), precision="int8", pv_skip=2.0, local_blocks=0)

@@ -14,7 +14,7 @@ import torch
 import sparge
 from oracle import clustered_qkv, dense, make_qkv, relative_l1
 from sparge import BlockPlan, KeepAll, KeepMass, Recipe
-from sparge.backends import get_backend
+from sparge.dispatch.choose import get_backend
 from sparge.quantize import quantize
 from sparge.tokenmask import TokenMask
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import sparge
 from calls import EXACT, HALF, block_mask, only, tensors
 from sparge import Recipe, Unsupported
-from sparge.backends import backends, choose, host, unregister_backend
+from sparge.dispatch.choose import backends, choose, host, unregister_backend
 
 # --- choosing ---------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ def test_nothing_can_serve_a_call(register, monkeypatch):
     register("picky", refusal=lambda h, c: "it is a Tuesday")
     q, k, v = tensors()
     with monkeypatch.context() as patch:
-        patch.setattr("sparge.backends._BACKENDS", {"picky": backends()[0]})
+        patch.setattr("sparge.dispatch.choose._BACKENDS", {"picky": backends()[0]})
         with pytest.raises(Unsupported, match="no backend can serve") as caught:
             sparge.attention(q, k, v, block_mask=block_mask())
     assert set(caught.value.reasons) == {"picky", "dense"}
@@ -244,7 +244,7 @@ def test_explain_runs_nothing(monkeypatch):
         raise AssertionError("explain ran a stage")
 
     for stage in ("make_plan", "quantize", "attend", "attend_dense"):
-        monkeypatch.setattr(f"sparge.run.{stage}", refuse)
+        monkeypatch.setattr(f"sparge.execute.{stage}", refuse)
     with sparge.record() as runs:
         for name in ("auto", "reference", "dense"):
             sparge.explain(*tensors(), backend=name)

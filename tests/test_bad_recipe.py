@@ -24,6 +24,7 @@ from refusals import (
     v,
 )
 from sparge import KeepFraction, KeepMass, Recipe
+from sparge.dispatch.choose import modules_of
 
 # --- recipes ----------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ def test_dense_attention_has_no_stages(function):
 
 
 def backend_named(name, **modules):
-    stages = {stage: f"sparge.{stage}.reference" for stage in ("plan", "quantize", "attend")}
+    stages = modules_of("reference")
     return sparge.Backend(
         name, "for a test", lambda h, c: None, lambda h, c: None, modules or stages
     )
@@ -231,7 +232,7 @@ def backend_named(name, **modules):
         pytest.param(backend_named("dense"), ValueError, ("'dense'", "already"), id="dense"),
         pytest.param(backend_named("auto"), ValueError, ("'auto'", "already"), id="auto"),
         pytest.param(
-            backend_named("half-made", plan="sparge.plan.reference"),
+            backend_named("half-made", plan="sparge.backends.reference.plan"),
             ValueError,
             ("'half-made'", "attend", "quantize"),
             id="stages missing",
@@ -240,7 +241,7 @@ def backend_named(name, **modules):
     ],
 )
 def test_register_backend(made, error, says):
-    from sparge.backends import backends
+    from sparge.dispatch.choose import backends
 
     before = backends()
     refused(lambda: sparge.register_backend(made), error, *says)

@@ -15,8 +15,12 @@ import torch
 import sparge
 from calls import only, tensors
 from cli_runs import complaint, run_json, run_text
-from sparge import KeepFraction, Recipe, backends, cache, calibrate, native
-from sparge.crossover import BUILT_IN, names
+from sparge import KeepFraction, Recipe
+from sparge.backends.cpu import calibrate
+from sparge.backends.cpu import cost_file as cache
+from sparge.backends.cpu import library as native
+from sparge.backends.cpu.crossover import BUILT_IN, names
+from sparge.dispatch import choose as backends
 
 KEY = {"cpu": "Fast", "isa": "avx2", "threads": "1"}
 MEASURED = replace(BUILT_IN, key=KEY, date="2026-01-01", took=1.5, noise=1.1, measured=True)
@@ -43,7 +47,10 @@ def test_what_is_written_is_read():
         (lambda text: "", "damaged"),
         (lambda text: "[]", "damaged"),
         (lambda text: "null", "damaged"),
-        (lambda text: text.replace("crossover/1", "crossover/2"), "sparge.crossover/2"),
+        (
+            lambda text: text.replace("crossover/1", "crossover/2"),
+            "sparge.crossover/2",
+        ),
         (lambda text: text.replace('"Fast"', '"Slow"'), "another key"),
         (lambda text: text.replace("fp32/64/int8-fast", "fp8/64/int8"), "fp32/64/int8-fast"),
         (lambda text: text.replace('"call": 2e-05', '"call": -1'), "must be seconds"),

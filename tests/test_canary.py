@@ -8,7 +8,7 @@ import torch
 import oracle
 import sparge
 from oracle import make_qkv
-from sparge.canary import sample_rows
+from sparge.accuracy import sample_rows
 
 
 def truth(out, exact, rows=None):
@@ -88,7 +88,7 @@ def test_rows_come_one_from_each_part(L, n):
 
 
 def test_many_keys_are_taken_in_parts(monkeypatch):
-    monkeypatch.setattr("sparge.canary._SCORES", 1000)
+    monkeypatch.setattr("sparge.accuracy._SCORES", 1000)
     q, k, v = make_qkv(Lq=90, Lk=300)
     exact, _ = oracle.dense(q, k, v)
     out = exact.float() * 1.5

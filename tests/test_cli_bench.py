@@ -11,7 +11,8 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from cli_runs import WHY, attend_wrongly, run_json, run_text
-from sparge import Recipe, native
+from sparge import Recipe
+from sparge.backends.cpu import library as native
 from sparge.cli import bench, main
 from sparge.report import flex, race
 from sparge.report.benchtables import table_of_rows

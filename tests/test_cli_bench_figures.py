@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparge import KeepFraction, Recipe, make_plan, native
-from sparge.backends import STAGES, Backend, register_backend, unregister_backend
+from sparge import KeepFraction, Recipe, make_plan
+from sparge.accuracy import sample_rows
+from sparge.backends.cpu import library as native
 from sparge.blockplan import BlockPlan
-from sparge.canary import sample_rows
+from sparge.dispatch.choose import Backend, modules_of, register_backend, unregister_backend
 from sparge.report import gate, peak
 from sparge.report.entries import WANTED
 from sparge.report.measure import (
@@ -138,7 +139,7 @@ def test_the_gate_runs_what_will_be_measured():
 
 
 def test_the_gate_finds_blocks_that_are_not_the_references(monkeypatch):
-    from sparge.plan import reference
+    from sparge.backends.reference import plan as reference
 
     def first_blocks(query, key, tokens, *, scale, recipe):
         plan = reference.make_plan(query, key, tokens, scale=scale, recipe=recipe)
@@ -148,7 +149,7 @@ def test_the_gate_finds_blocks_that_are_not_the_references(monkeypatch):
 
     monkeypatch.setattr(gate, "SPARSE_LENGTH", 500)
     monkeypatch.setitem(sys.modules, "lazy_plan", SimpleNamespace(make_plan=first_blocks))
-    modules = {stage: f"sparge.{stage}.reference" for stage in STAGES} | {"plan": "lazy_plan"}
+    modules = modules_of("reference") | {"plan": "lazy_plan"}
     register_backend(Backend("lazy", "", lambda h, c: None, lambda h, c: None, modules))
     try:
         checks = gate.check_sparse(["lazy"])

@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from cli_runs import complaint
-from sparge import Recipe, native
+from sparge import Recipe
+from sparge.backends.cpu import library as native
 from sparge.cli import demo, main, synthetic_demo
 from sparge.report import pictures
 from sparge.report.tables import to_json

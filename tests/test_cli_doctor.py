@@ -11,7 +11,7 @@ import torch
 import sparge
 from cli_runs import EXPLAIN, WHY, attend_wrongly, complaint, run_json, run_text
 from sparge import Recipe
-from sparge.backends import backends
+from sparge.dispatch.choose import backends
 from sparge.report import machine
 
 pytestmark = pytest.mark.usefixtures("piped")
@@ -78,7 +78,7 @@ def test_doctor_finds_an_unknown_backend_in_the_environment(capsys, monkeypatch)
     ],
 )
 def test_what_the_system_tells_of_its_cpu(text, sets, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("sparge.cpuinfo.CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("sparge.support.cpuinfo.CPUINFO", tmp_path / "cpuinfo")
     assert machine.machine()["instruction_sets"] is None
     (tmp_path / "cpuinfo").write_text(text)
     facts = machine.machine()

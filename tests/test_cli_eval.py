@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("lm_eval")
 
 from cli_runs import complaint
-from sparge import Recipe, cli, native
+from sparge import Recipe, cli
+from sparge.backends.cpu import library as native
 from sparge.cli import main
 from sparge.evaluate import harness, run, subject
 from tiny_lm import MAX_TOKENS, make_tokenizer, save, sentences

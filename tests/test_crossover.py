@@ -9,10 +9,8 @@ import torch
 
 import sparge
 from calls import only, tensors
-from sparge import KeepAll, KeepFraction, KeepMass, Recipe, backends
-from sparge.backends import FEWEST_PAIRS, choose, host
-from sparge.call import Call
-from sparge.crossover import (
+from sparge import KeepAll, KeepFraction, KeepMass, Recipe
+from sparge.backends.cpu.crossover import (
     BUILT_IN,
     CLEARLY,
     DENSE,
@@ -24,6 +22,9 @@ from sparge.crossover import (
     expected_density,
     names,
 )
+from sparge.call import Call
+from sparge.dispatch import choose as backends
+from sparge.dispatch.choose import FEWEST_PAIRS, choose, host
 from sparge.tokenmask import EXCLUDED, TokenMask
 
 

@@ -19,15 +19,14 @@ ROOT = Path(__file__).parent.parent
 
 # A module may import from its own floor or below, never from above.
 FLOORS = [
-    {"errors", "geometry", "files", "picture", "autocast", "arithmetic", "recipe"}
-    | {"native", "cpuinfo"},
-    {"tokenmask", "qtensor", "call", "blockplan", "scores", "nativeargs", "crossover"},
-    {"check", "cache", "backends", "record", "profileschema", "profile"},
-    {"plan", "quantize", "attend"},
-    {"calibrate", "run", "memo"},
-    {"ops", "fakes", "merge"},
+    {"errors", "geometry", "support", "recipe"},
+    {"tokenmask", "qtensor", "call", "blockplan", "exact"},
+    {"check", "dispatch", "record", "profileschema", "profile", "backends", "plan", "quantize"}
+    | {"attend"},
+    {"execute"},
+    {"ops", "merge"},
     {"api", "varlen"},
-    {"canary"},
+    {"accuracy"},
     {"integrations"},
     {"__init__", "synthetic", "zoo", "compat"},
     {"report", "evaluate", "lm_eval", "tune"},
@@ -125,8 +124,8 @@ def test_the_suite_poisons_memory():
 def test_a_registered_backend_is_in_the_suite(tmp_path):
     """Registering is all that a backend from elsewhere does to be tested."""
     (tmp_path / "mine.py").write_text(
-        "from sparge.backends import *\n"
-        "modules = {stage: f'sparge.{stage}.reference' for stage in STAGES}\n"
+        "from sparge.dispatch.choose import *\n"
+        "modules = modules_of('reference')\n"
         "register_backend(Backend('mine', '', lambda h, c: None, lambda h, c: None, modules))\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mine", "-p", "no:cacheprovider"]

@@ -19,7 +19,8 @@ from oracle import (
     predicted_rows,
     rows_of,
 )
-from sparge import KeepAll, KeepError, KeepMass, Recipe, native
+from sparge import KeepAll, KeepError, KeepMass, Recipe
+from sparge.backends.cpu import library as native
 
 BUDGETS = (0.02, 0.05, 0.1, 0.3)
 FACTORS = [4 / 2 ** (i / 4) for i in range(17)]
@@ -163,7 +164,7 @@ def test_every_backend_measures_the_same(backend, case, precision):
 @pytest.mark.parametrize("Lq", [1, 3, 4, 5, 127, 128, 130, 1000, 128 * 64, 128 * 200 + 1])
 @pytest.mark.parametrize("r", [1, 4, 128])
 def test_checked_rows_are_seen_by_no_prediction(Lq, r):
-    from sparge.plan.budget import checked_rows
+    from sparge.backends.budget import checked_rows
 
     rows = list(checked_rows(Lq, r))
     assert rows == the_rows(Lq, r)

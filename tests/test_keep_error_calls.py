@@ -15,8 +15,8 @@ import sparge
 from oracle import clustered_qkv
 from recipes import quick
 from sparge import KeepError, KeepMass, Recipe
+from sparge.backends.cpu.crossover import BUILT_IN, expected_density
 from sparge.call import Call
-from sparge.crossover import BUILT_IN, expected_density
 
 errors = st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)
 
@@ -137,7 +137,7 @@ def test_the_batch_is_known_by_its_worst(backend):
 
 
 def test_a_plan_keeps_its_error_but_does_not_save_it(tmp_path):
-    from sparge.plan.reference import make_plan
+    from sparge.backends.reference.plan import make_plan
     from sparge.tokenmask import TokenMask
 
     q, k, v = clustered_qkv(Hq=2, L=500, noise=0.8)

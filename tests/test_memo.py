@@ -7,7 +7,8 @@ import torch
 
 import sparge
 from calls import EXACT, tensors
-from sparge import KeepAll, Recipe, memo
+from sparge import KeepAll, Recipe
+from sparge.dispatch import call_cache as memo
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sparge import native
+from sparge.backends.cpu import library as native
 
 CODE = """
 import resource, torch, sparge

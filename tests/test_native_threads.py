@@ -19,7 +19,8 @@ import torch
 
 import sparge
 from oracle import clustered_qkv, make_qkv, same_bits
-from sparge import KeepAll, KeepMass, Recipe, native
+from sparge import KeepAll, KeepMass, Recipe
+from sparge.backends.cpu import library as native
 
 CALLERS = 6
 RECIPES = [

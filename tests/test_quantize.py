@@ -13,10 +13,10 @@ import sparge
 from oracle import dense, make_qkv, relative_l1
 from sparge import KeepAll, QTensor, Recipe
 from sparge.attend import attend
-from sparge.backends import get_backend
+from sparge.backends.reference import prepare as slow
 from sparge.blockplan import plan_of
+from sparge.dispatch.choose import get_backend
 from sparge.quantize import quantize
-from sparge.quantize import reference as slow
 from sparge.tokenmask import TokenMask
 
 

@@ -17,13 +17,13 @@ import sparge
 from calls import tensors
 from oracle import clustered_qkv, make_qkv, same_bits
 from sparge import Backend, BlockPlan, KeepAll, KeepMass, Recipe, Unsupported
-from sparge.backends import STAGES, unregister_backend
-from sparge.files import replace_file
-from sparge.quantize import reference as slow
+from sparge.backends.reference import prepare as slow
+from sparge.dispatch.choose import modules_of, unregister_backend
 from sparge.record import Stopwatch
+from sparge.support.atomic_files import replace_file
 
-rows = import_module("sparge.plan.rows")
-dense = import_module("sparge.attend.dense")
+rows = import_module("sparge.backends.reference.sampled_rows")
+dense = import_module("sparge.backends.dense")
 
 
 @pytest.mark.parametrize("predictor", ["rows", "blend"])
@@ -138,7 +138,7 @@ def coarse(monkeypatch):
         return slow.quantize(*args, q_rows_per_scale=32, k_rows_per_scale=64, **kwargs)
 
     monkeypatch.setitem(sys.modules, "coarse_quantize", SimpleNamespace(quantize=quantize))
-    modules = {stage: f"sparge.{stage}.reference" for stage in STAGES}
+    modules = modules_of("reference")
     modules["quantize"] = "coarse_quantize"
     accept = (lambda h, c: None,) * 2
     sparge.register_backend(

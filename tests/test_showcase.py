@@ -11,7 +11,8 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 
 import sparge
-from sparge import KeepAll, KeepMass, Recipe, native
+from sparge import KeepAll, KeepMass, Recipe
+from sparge.backends.cpu import library as native
 from sparge.evaluate import sidebyside
 from sparge.evaluate.headviews import LayerCall, block_mass
 from sparge.evaluate.sidebyside import ANSWER_TOKENS, prepare, read_both

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import sparge
 from oracle import block_means, make_qkv, similarities
+from sparge.backends.reference.plan import block_statistics
 from sparge.geometry import sampled_rows
-from sparge.plan.reference import block_statistics
 
 
 @pytest.mark.rule("0.1")

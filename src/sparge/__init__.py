@@ -3,10 +3,10 @@
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
+from .accuracy import output_error
 from .api import attend, attention, explain, make_plan, sampled_error
-from .backends import Backend, Choice, register_backend
 from .blockplan import BlockPlan
-from .canary import output_error
+from .dispatch.choose import Backend, Choice, register_backend
 from .errors import Unsupported
 from .geometry import BLOCK_K, BLOCK_Q
 from .integrations import accelerate

@@ -8,17 +8,18 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from . import memo, ops
-from .attend.dense import attend_dense
-from .autocast import as_autocast, without_autocast
-from .backends import AUTO, DENSE, Choice, choose, get_backend, host
+from . import ops
+from .backends.dense import attend_dense
+from .backends.reference.sampled_rows import sampled_error as _sampled_error
 from .blockplan import BlockPlan
 from .call import Call
 from .check import check_call, check_plan
-from .plan.rows import sampled_error as _sampled_error
+from .dispatch import call_cache as memo
+from .dispatch.choose import AUTO, DENSE, Choice, choose, get_backend, host
+from .execute import run_attend, run_attention, tokens_of
 from .recipe import Recipe
 from .record import note
-from .run import run_attend, run_attention, tokens_of
+from .support.autocast import as_autocast, without_autocast
 from .tokenmask import as_4d
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .files import replace_file
 from .geometry import BLOCK_K, BLOCK_Q, CAUSAL_ALIGNS, ROW_GROUP, block_sizes, n_blocks
-from .picture import draw
+from .support.atomic_files import replace_file
+from .support.block_picture import draw
 from .tokenmask import EXCLUDED, OPEN, TokenMask, as_4d, check_mask
 
 if TYPE_CHECKING:

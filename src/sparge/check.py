@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .autocast import forward_ad_level
-from .backends import AUTO, DENSE
 from .blockplan import BlockPlan
 from .call import Call
+from .dispatch.choose import AUTO, DENSE
 from .geometry import BLOCK_K, BLOCK_Q, CAUSAL_ALIGNS, MAX_HEAD_DIM, n_blocks
 from .recipe import DEFAULT, KeepError, KeepFraction, KeepMass, Recipe
+from .support.autocast import forward_ad_level
 from .tokenmask import broadcasts, check_mask
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

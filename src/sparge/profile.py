@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .files import replace_file
 from .profileschema import FAMILY, FORMAT, SCHEMA, check_document
 from .recipe import DEFAULT, KeepMass, Recipe
+from .support.atomic_files import replace_file
 
 SAMPLES = 16
 """Numbers of each weight that go into the digest."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .backends import Choice
 from .call import Call
+from .dispatch.choose import Choice
 from .recipe import Recipe
 
 _collectors: ContextVar[tuple[list[Run], ...]] = ContextVar("sparge_record", default=())

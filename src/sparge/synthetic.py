@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .arithmetic import fold_sum
+from .support.ordered_sums import fold_sum
 
 MIN_HEAD_DIM = 8
 SINK_TOKENS = 2

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .api import attention, call_facts
-from .autocast import as_autocast
-from .backends import AUTO
 from .call import Call
 from .check import check_boundaries, check_call, check_packed
+from .dispatch.choose import AUTO
+from .execute import choices, run_together, sequences
 from .recipe import Recipe
 from .record import apart, note
-from .run import choices, run_together, sequences
+from .support.autocast import as_autocast
 
 
 @overload

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backends import Backend
 from ..blockplan import BlockPlan
+from ..dispatch.choose import Backend
 from ..qtensor import Operands
 from ..recipe import Recipe
 from ..tokenmask import TokenMask

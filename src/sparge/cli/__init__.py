@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import __version__
 from ..errors import Unsupported
-from ..files import replace_file
 from ..report.tables import Table, to_json
+from ..support.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .. import native
-from ..backends import backends
+from ..backends.cpu import library as native
+from ..dispatch.choose import backends
 from ..geometry import MAX_HEAD_DIM
 from ..report.benchtables import table_of_rows, table_of_targets
 from ..report.cases import Case, cases, estimate, measure_cases

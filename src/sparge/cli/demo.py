@@ -16,18 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import Unsupported
-from ..files import replace_file
 from ..recipe import DEFAULT
-from . import (
-    OK,
-    add_json,
-    check_output,
-    console,
-    deliver,
-    show_table,
-    synthetic_demo,
-    whole,
-)
+from ..support.atomic_files import replace_file
+from . import OK, add_json, check_output, console, deliver, show_table, synthetic_demo, whole
 from .eval import place
 from .explain import read_recipe
 

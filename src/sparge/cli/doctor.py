@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..backends import AUTO, DENSE, ENV, Choice, backends, choose, host
+from ..backends.cpu.library import ENV_ISA
 from ..call import Call
+from ..dispatch.choose import AUTO, DENSE, ENV, Choice, backends, choose, host
 from ..errors import Unsupported
-from ..native import ENV_ISA
 from ..recipe import DEFAULT
 from ..report import crossing
 from ..report.gate import LENGTH, check_backends

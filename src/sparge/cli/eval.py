@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from .. import native, zoo
-from ..backends import AUTO, ENV
+from .. import zoo
+from ..backends.cpu import library as native
+from ..dispatch.choose import AUTO, ENV
 from ..evaluate.settings import (
     ERRORS,
     MEASURES,
@@ -33,10 +34,10 @@ from ..evaluate.settings import (
     digest_of,
 )
 from ..evaluate.store import DOCUMENT_FILE, RunDirectory, open_run
-from ..files import replace_file
 from ..report.machine import load_average, machine, machine_line, versions
 from ..report.race import threads
 from ..report.tables import to_json
+from ..support.atomic_files import replace_file
 from . import OK, add_json, console, deliver, progress, show_table, whole, wholes
 from .explain import read_recipe
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..backends import AUTO, choose, host
 from ..check import check_call
+from ..dispatch.choose import AUTO, choose, host
 from ..geometry import CAUSAL_ALIGNS
 from ..recipe import DEFAULT, Recipe
 from . import OK, add_json, console, deliver, whole, wholes

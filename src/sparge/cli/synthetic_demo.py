@@ -12,10 +12,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import native
 from ..api import attend, attention, explain, make_plan
-from ..backends import get_backend
+from ..backends.cpu import library as native
 from ..blockplan import BlockPlan
+from ..dispatch.choose import get_backend
 from ..recipe import DEFAULT, KeepAll, KeepFraction, KeepMass, Recipe
 from ..record import record
 from ..report.machine import load_average, load_text, machine, machine_line, versions

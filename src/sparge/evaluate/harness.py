@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Unsupported
-from ..files import replace_file
+from ..support.atomic_files import replace_file
 
 TASK_FILES = Path(__file__).parent / "tasks"
 NEEDLE_TASK, LONGTEXT_TASK = "sparge_needle", "sparge_longtext"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accuracy import output_error
 from ..api import attention, make_plan
-from ..canary import output_error
 from ..geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks
 from ..recipe import Recipe
 from ..report.showcase import HeadView

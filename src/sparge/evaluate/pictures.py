@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..files import replace_file
+from ..support.atomic_files import replace_file
 
 WORST_LOSS = 2.0
 """Losses above are drawn alike: the answer is gone."""

@@ -9,8 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..files import replace_file
 from ..report.tables import to_json
+from ..support.atomic_files import replace_file
 
 FORMAT = "sparge.eval.run/1"
 KEY_FILE, CELL_FILE, DOCUMENT_FILE = "run.json", "cells.jsonl", "eval.json"

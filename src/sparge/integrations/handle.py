@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..backends import AUTO, DENSE, backends
 from ..check import check_recipe
+from ..dispatch.choose import AUTO, DENSE, backends
 from ..errors import Unsupported
 from ..profile import Profile
 from ..recipe import DEFAULT, Recipe

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backends import AUTO
+from ..dispatch.choose import AUTO
 from ..recipe import Recipe
 from ..record import Run, unwatch, watch
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..accuracy import output_error
 from ..api import attention
-from ..canary import output_error
 from ..errors import Unsupported
 from ..geometry import MAX_HEAD_DIM
 from ..recipe import DEFAULT

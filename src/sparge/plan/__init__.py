@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backends import Backend
 from ..blockplan import BlockPlan, plan_of
+from ..dispatch.choose import Backend
 from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ..recipe import KeepError, Recipe
 from ..tokenmask import TokenMask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..backends import Backend
+from ..dispatch.choose import Backend
 from ..qtensor import Operands
 from ..recipe import QUANTIZED
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..canary import sample_rows
+from ..accuracy import sample_rows
 from ..synthetic import structured_qkv
 from .contender import Contender, Flex, Inputs, Sparse
 from .entries import DTYPES, FLEX, SDPA, Entry

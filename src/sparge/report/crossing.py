@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from .. import cache, native
-from ..backends import host, set_crossover
-from ..calibrate import measure
-from ..crossover import CLEARLY, DENSE, DTYPES, HEAD_DIMS, WAYS, Crossover, name_of
+from ..backends.cpu import cost_file as cache
+from ..backends.cpu import library as native
+from ..backends.cpu.calibrate import measure
+from ..backends.cpu.crossover import CLEARLY, DENSE, DTYPES, HEAD_DIMS, WAYS, Crossover, name_of
+from ..dispatch.choose import host, set_crossover
 from ..errors import Unsupported
 from ..recipe import PRECISIONS
 from .tables import Column, share

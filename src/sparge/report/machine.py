@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..cpuinfo import cpu_name, cpuinfo
+from ..support.cpuinfo import cpu_name, cpuinfo
 
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 NEIGHBOURS = ("numpy", "safetensors", "triton", "transformers", "diffusers")

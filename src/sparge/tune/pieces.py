@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from ..attend import attend
-from ..attend.dense import attend_dense
-from ..autocast import without_autocast
-from ..backends import AUTO, Backend, choose, get_backend, host
+from ..backends.dense import attend_dense
 from ..blockplan import BlockPlan
 from ..call import Call, work_dtype
+from ..dispatch.choose import AUTO, Backend, choose, get_backend, host
 from ..geometry import ROW_GROUP, n_blocks
 from ..plan import make_plan
 from ..qtensor import Operands, QTensor
 from ..quantize import quantize
 from ..recipe import Recipe
+from ..support.autocast import without_autocast
 from .capture import Capture, Placed
 
 

@@ -18,16 +18,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..backends import Backend
+from ..backends.forced import forced_blocks
+from ..backends.reference.plan import BlockStatistics, block_statistics, predict_mean
+from ..backends.reference.prepare import smooth_keys
+from ..backends.reference.scores import working
 from ..call import work_dtype
+from ..dispatch.choose import Backend
 from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, in_blocks, n_blocks, sampled_rows
-from ..plan.forced import forced_blocks
-from ..plan.reference import BlockStatistics, block_statistics, predict_mean
 from ..qtensor import QTensor
 from ..quantize import quantize
-from ..quantize.reference import smooth_keys
 from ..recipe import Recipe
-from ..scores import working
 from ..tokenmask import EXCLUDED
 from .capture import Capture
 from .pieces import exact_output, keys_seen, masked

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ..files import replace_file
 from ..profile import Fingerprint
+from ..support.atomic_files import replace_file
 from .capture import Capture
 
 FORMAT = "sparge.trace/1"

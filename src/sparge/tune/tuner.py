@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..backends import AUTO
-from ..cpuinfo import cpu_name
-from ..files import replace_file
+from ..dispatch.choose import AUTO
 from ..profile import Fingerprint, LayerSettings, Profile
 from ..recipe import DEFAULT, Recipe
+from ..support.atomic_files import replace_file
+from ..support.cpuinfo import cpu_name
 from .capture import BLOCKS, Capture, captures_of
 from .layer import PREDICTORS, TunedLayer, recipe_of, tune_layer
 from .presets import check_bounds

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from ..cpuinfo import cpuinfo
 from ..errors import Unsupported
 from ..profile import Profile
+from ..support.cpuinfo import cpuinfo
 from . import making, reading
 from .catalogue import MODELS, TEXTS, Carrier, ZooModel, ZooText
 

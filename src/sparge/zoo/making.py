@@ -14,8 +14,8 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-from .. import cache
-from ..files import replace_file
+from ..backends.cpu import cost_file as cache
+from ..support.atomic_files import replace_file
 from .catalogue import ZooModel
 from .process import last_line, run_module
 from .show import stage

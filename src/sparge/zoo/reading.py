@@ -7,7 +7,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from ..files import replace_file
+from ..support.atomic_files import replace_file
 from .catalogue import Carrier, ZooText
 from .making import root, wheels, working_on
 from .wheels import get_wheel, need_space

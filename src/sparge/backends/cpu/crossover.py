@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .call import Call
-from .geometry import BLOCK_K, BLOCK_Q, diagonal_offset
-from .recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, Recipe, heads_of
+from ...call import Call
+from ...geometry import BLOCK_K, BLOCK_Q, diagonal_offset
+from ...recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, Recipe, heads_of
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from .attend import Attended, attend
-from .attend.dense import attend_dense
-from .autocast import without_autocast
-from .backends import DENSE, DENSE_BACKEND, Backend, Choice, choose, get_backend, host
+from .backends.cpu.calibrate import settle
+from .backends.cpu.crossover import CLEARLY
+from .backends.dense import attend_dense
 from .blockplan import BlockPlan
-from .calibrate import settle
 from .call import Call
-from .crossover import CLEARLY
+from .dispatch.choose import DENSE, DENSE_BACKEND, Backend, Choice, choose, get_backend, host
 from .plan import make_plan
 from .qtensor import Operands
 from .quantize import quantize
 from .record import Run, Stopwatch, note
+from .support.autocast import without_autocast
 from .tokenmask import EXCLUDED, TokenMask
 
 

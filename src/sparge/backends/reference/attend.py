@@ -21,14 +21,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arithmetic import LN2, dot, exp2, fold_sum, shift_of
-from ..blockplan import BlockPlan
-from ..call import half_dtype, work_dtype
-from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, in_blocks
-from ..qtensor import Operands, QTensor, finite_rows
-from ..recipe import Recipe, heads_of
-from ..scores import HeadScores, working
-from ..tokenmask import TokenMask
+from ...blockplan import BlockPlan
+from ...call import half_dtype, work_dtype
+from ...geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, in_blocks
+from ...qtensor import Operands, QTensor, finite_rows
+from ...recipe import Recipe, heads_of
+from ...support.ordered_sums import LN2, dot, exp2, fold_sum, shift_of
+from ...tokenmask import TokenMask
+from .scores import HeadScores, working
 
 
 @dataclass(frozen=True)

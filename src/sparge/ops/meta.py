@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import get_backend
-from .call import work_dtype
-from .geometry import BLOCK_K, BLOCK_Q, n_blocks
-from .recipe import recipe_from_json
+from ..call import work_dtype
+from ..dispatch.choose import get_backend
+from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ..recipe import recipe_from_json
 
 
 def fake_plan(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

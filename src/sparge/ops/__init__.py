@@ -13,25 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import fakes
-from .attend.backward import attend_backward
-from .autocast import without_autocast
-from .backends import backends, choose, host
-from .blockplan import BlockPlan, plan_of
-from .call import Call, work_dtype
-from .check import check_boundaries
-from .geometry import BLOCK_K
-from .qtensor import Operands, QTensor
-from .recipe import KeepAll, Recipe, recipe_from_json
-from .record import note
-from .run import (
-    run_attend,
-    run_attention,
-    run_plan,
-    run_quantize,
-    run_varlen,
-    tokens_of,
-)
+from ..backends.reference.backward import attend_backward
+from ..blockplan import BlockPlan, plan_of
+from ..call import Call, work_dtype
+from ..check import check_boundaries
+from ..dispatch.choose import backends, choose, host
+from ..execute import run_attend, run_attention, run_plan, run_quantize, run_varlen, tokens_of
+from ..geometry import BLOCK_K
+from ..qtensor import Operands, QTensor
+from ..recipe import KeepAll, Recipe, recipe_from_json
+from ..record import note
+from ..support.autocast import without_autocast
+from . import meta as fakes
 
 _CALL = "bool is_causal, str causal_align, float scale, str recipe"
 _library = torch.library.Library("sparge", "DEF")

@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from .. import native
-from ..blockplan import BlockPlan
-from ..nativeargs import kinds_of, parts_of
-from ..qtensor import Operands
-from ..recipe import PRECISIONS, Recipe, heads_of
-from ..tokenmask import TokenMask
-from . import backward
+from ...blockplan import BlockPlan
+from ...qtensor import Operands
+from ...recipe import PRECISIONS, Recipe, heads_of
+from ...tokenmask import TokenMask
+from ..reference import backward
+from . import library as native
+from .arguments import kinds_of, parts_of
 
 
 def attend(

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autocast import without_autocast
 from ..call import work_dtype
 from ..geometry import slices_of
+from ..support.autocast import without_autocast
 from ..tokenmask import TokenMask
 
 # Scores held at once where we compute them ourselves: 16M fp32 numbers are 64 MB.

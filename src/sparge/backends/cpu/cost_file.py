@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from . import native
-from .cpuinfo import cpu_name
+from ...support.atomic_files import replace_file
+from ...support.cpuinfo import cpu_name
+from . import library as native
 from .crossover import Cost, Crossover, names
-from .files import replace_file
 
 ENV_CACHE = "SPARGE_CACHE"
 FILE_FORMAT = "sparge.crossover/1"

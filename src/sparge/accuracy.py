@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .autocast import without_autocast
-from .call import work_dtype
 from .check import check_call
+from .exact import row_outputs
 from .geometry import slices_of
+from .support.autocast import without_autocast
 from .tokenmask import TokenMask, as_4d
 
 ROWS = 64
@@ -94,19 +94,10 @@ def _wrong_and_right(
     scale: float,
 ) -> Tensor:
     """Σ|out - exact| and Σ|exact| over the rows of one head, fp64."""
-    work = work_dtype(query.dtype)
-    kv = h * key.shape[1] // query.shape[1]
-    k, v = key[b, kv].to(work), value[b, kv].to(work)
     sums = torch.zeros(2, dtype=torch.float64, device=query.device)
     for part in slices_of(len(rows), max(1, _SCORES // tokens.Lk)):
         some = rows[part]
-        scores = query[b, h, some].to(work) @ k.mT * scale
-        allowed, bias = tokens.region(b, h, some, slice(None), query.device)
-        scores = scores if bias is None else scores + bias
-        scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
-        # A row that attends nothing is zeros, as `attention` returns it.
-        weights = torch.softmax(scores, -1).masked_fill((scores == -torch.inf).all(-1, True), 0.0)
-        exact = (weights @ v).double()
+        exact = row_outputs(query, key, value, tokens, b, h, some, scale=scale).double()
         sums[0] += (out[b, h, some].double() - exact).abs().sum()
         sums[1] += exact.abs().sum()
     return sums

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autocast import forward_ad_level
-from .backends import ENV, Choice, registry_age
-from .call import Call
-from .native import ENV_ISA
+from ..backends.cpu.library import ENV_ISA
+from ..call import Call
+from ..support.autocast import forward_ad_level
+from .choose import ENV, Choice, registry_age
 
 _MOST = 1024
 _known: dict[Hashable, tuple[Call, Choice]] = {}

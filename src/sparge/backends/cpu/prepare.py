@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import native
-from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ..qtensor import Operands, QTensor
-from ..recipe import QUANTIZED, KeepAll, Recipe
+from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ...qtensor import Operands, QTensor
+from ...recipe import QUANTIZED, KeepAll, Recipe
+from . import library as native
 
 
 @dataclass(frozen=True)

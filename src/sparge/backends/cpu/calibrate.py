@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import cache
-from .attend.dense import attend_dense
-from .backends import AUTO, CPU, Choice, choose, get_backend, host, set_crossover
-from .call import Call
+from ...call import Call
+from ...dispatch.choose import AUTO, CPU, Choice, choose, get_backend, host, set_crossover
+from ...geometry import BLOCK_Q
+from ...recipe import KeepFraction, Recipe
+from ...tokenmask import TokenMask
+from ..dense import attend_dense
+from . import cost_file as cache
 from .crossover import DENSE, DENSE_LSE, DTYPES, HEAD_DIMS, WAYS, Cost, Crossover, name_of
-from .geometry import BLOCK_Q
-from .native import chosen_isa
-from .recipe import KeepFraction, Recipe
-from .tokenmask import TokenMask
+from .library import chosen_isa
 
 T = TypeVar("T")
 LENGTHS = (256, 768)

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arithmetic import LOG2E, dot, exp2, fold_sum, mean_over_rows, prefix_sum, shift_of
-from ..blockplan import BlockPlan, plan_of
-from ..geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
-from ..quantize.reference import smooth_keys
-from ..recipe import KeepAll, KeepError, KeepFraction, KeepMass, Recipe, heads_of
-from ..tokenmask import EXCLUDED, TokenMask
-from .budget import masses_of, take_step
-from .forced import forced_blocks
-from .rows import predict_rows, step_errors
+from ...blockplan import BlockPlan, plan_of
+from ...geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
+from ...recipe import KeepAll, KeepError, KeepFraction, KeepMass, Recipe, heads_of
+from ...support.ordered_sums import LOG2E, dot, exp2, fold_sum, mean_over_rows, prefix_sum, shift_of
+from ...tokenmask import EXCLUDED, TokenMask
+from ..budget import masses_of, take_step
+from ..forced import forced_blocks
+from .prepare import smooth_keys
+from .sampled_rows import predict_rows, step_errors
 
 
 @dataclass(frozen=True)

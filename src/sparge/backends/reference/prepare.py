@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arithmetic import fold_sum, mean_over_rows
-from ..geometry import BLOCK_K, in_blocks
-from ..qtensor import Operands, QTensor
+from ...geometry import BLOCK_K, in_blocks
+from ...qtensor import Operands, QTensor
+from ...support.ordered_sums import fold_sum, mean_over_rows
 
 
 def quantize(

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from . import cache, native
-from .call import Call
-from .crossover import BUILT_IN, Crossover, Estimate
-from .errors import Unsupported
-from .geometry import BLOCK_Q
+from ..backends.cpu import cost_file as cache
+from ..backends.cpu import library as native
+from ..backends.cpu.crossover import BUILT_IN, Crossover, Estimate
+from ..call import Call
+from ..errors import Unsupported
+from ..geometry import BLOCK_Q
 
 ENV = "SPARGE_BACKEND"
 AUTO = "auto"
@@ -52,6 +53,12 @@ def _no_estimate(host: Host, call: Call) -> Estimate | None:
 def _torch_isa(host: Host, call: Call) -> str:
     """What torch's own kernels run with."""
     return f"torch {host.cpu_capability}" if call.device == "cpu" else f"torch {call.device}"
+
+
+def modules_of(name: str) -> dict[str, str]:
+    """The modules of a backend of ours."""
+    files = {"plan": "plan", "quantize": "prepare", "attend": "attend"}
+    return {stage: f"sparge.backends.{name}.{file}" for stage, file in files.items()}
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ _REFERENCE = Backend(
     "plain PyTorch, any device; the meaning that the others are measured against",
     _reference_refusal,
     _reference_slower,
-    {stage: f"sparge.{stage}.reference" for stage in STAGES},
+    modules_of("reference"),
 )
 
 
@@ -174,7 +181,7 @@ _CPU = Backend(
     "the native core for the processor, with the best instruction set it has",
     _cpu_refusal,
     _cpu_slower,
-    {stage: f"sparge.{stage}.cpu" for stage in STAGES},
+    modules_of("cpu"),
     isa=lambda host, call: native.chosen_isa(host.isas),
     shares_statistics=True,
     estimate=_cpu_estimate,

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..arithmetic import exp2, shift_of
-from ..blockplan import BlockPlan
-from ..call import work_dtype
-from ..geometry import BLOCK_Q, block_range
-from ..qtensor import Operands
-from ..recipe import Recipe, heads_of
-from ..scores import HeadScores
-from ..tokenmask import TokenMask
-from .reference import Tile, kept_blocks, walk
+from ...blockplan import BlockPlan
+from ...call import work_dtype
+from ...geometry import BLOCK_Q, block_range
+from ...qtensor import Operands
+from ...recipe import Recipe, heads_of
+from ...support.ordered_sums import exp2, shift_of
+from ...tokenmask import TokenMask
+from .attend import Tile, kept_blocks, walk
+from .scores import HeadScores
 
 
 def attend_backward(

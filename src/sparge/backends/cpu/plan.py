@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native
-from ..blockplan import BlockPlan
-from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ..nativeargs import kinds_of, parts_of
-from ..qtensor import Operands, QTensor
-from ..quantize.cpu import Statistics, prepare
-from ..recipe import PRECISIONS, PREDICTORS, KeepError, KeepFraction, KeepMass, Recipe, heads_of
-from ..tokenmask import TokenMask
-from .budget import checked_rows, masses_of, take_step
-from .forced import forced_blocks
+from ...blockplan import BlockPlan
+from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ...qtensor import Operands, QTensor
+from ...recipe import PRECISIONS, PREDICTORS, KeepError, KeepFraction, KeepMass, Recipe, heads_of
+from ...tokenmask import TokenMask
+from ..budget import checked_rows, masses_of, take_step
+from ..forced import forced_blocks
+from . import library as native
+from .arguments import kinds_of, parts_of
+from .prepare import Statistics, prepare
 
 ALL, MASS, FRACTION = 0, 1, 2
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import native
-from .geometry import BLOCK_K, BLOCK_Q, n_blocks
-from .qtensor import QTensor
-from .tokenmask import TokenMask
+from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ...qtensor import QTensor
+from ...tokenmask import TokenMask
+from . import library as native
 
 
 def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:

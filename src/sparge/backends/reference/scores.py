@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .arithmetic import LOG2E, dot
-from .call import half_dtype
-from .qtensor import Operands, QTensor
-from .tokenmask import Index, TokenMask
+from ...call import half_dtype
+from ...qtensor import Operands, QTensor
+from ...support.ordered_sums import LOG2E, dot
+from ...tokenmask import Index, TokenMask
 
 
 @dataclass(frozen=True)

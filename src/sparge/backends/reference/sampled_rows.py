@@ -11,15 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arithmetic import exp2, fold_sum, shift_of
-from ..blockplan import BlockPlan
-from ..geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks, sampled_rows, slices_of
-from ..qtensor import Operands
-from ..quantize.reference import quantize
-from ..recipe import QUANTIZED, Recipe
-from ..scores import HeadScores
-from ..tokenmask import TokenMask
-from .budget import FACTORS, checked_rows
+from ...blockplan import BlockPlan
+from ...geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks, sampled_rows, slices_of
+from ...qtensor import Operands
+from ...recipe import QUANTIZED, Recipe
+from ...support.ordered_sums import exp2, fold_sum, shift_of
+from ...tokenmask import TokenMask
+from ..budget import FACTORS, checked_rows
+from .prepare import quantize
+from .scores import HeadScores
 
 KEYS_AT_ONCE = 4096
 

@@ -1,0 +1,1 @@
+"""The stages in plain PyTorch: the definition that every other backend is tested against."""
