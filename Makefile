@@ -41,7 +41,7 @@ $(VENV)/.docs: $(SOURCES)
 	$(call install,docs)
 
 docs: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.docs)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 SCHEMA := $(BIN)/check-jsonschema --builtin-schema
 

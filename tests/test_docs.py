@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import sparge
+from sparge.synthetic import structured_qkv
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -92,6 +94,40 @@ def test_pictures_show_the_plans_of_this_code():
         assert (DOCS / "pictures" / f"{name}.svg").read_text() == pictures.draw(recipes), (
             "run python docs/tools/pictures.py"
         )
+
+
+def hops() -> list[tuple[str, str]]:
+    """The picture of a call in DESIGN.md: functions and their files, from top to bottom."""
+    text = (ROOT / "DESIGN.md").read_text()
+    (picture,) = re.findall(r"## A call, hop by hop\n```\n(.*?)```", text, re.DOTALL)
+    hop = re.compile(r"^[ ├└│]*([\w.]+) .*? ([\w/]+(?:\.py|/)) ")
+    return [hop.match(line).groups() for line in picture.splitlines()]
+
+
+def test_a_call_takes_the_hops_of_the_picture():
+    package = Path(sparge.__file__).parent
+    seen: list[tuple[str, str]] = []
+
+    def see(frame, event, _):
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and package in file.parents:
+            seen.append((frame.f_code.co_name, file.relative_to(package).as_posix()))
+
+    query, key, value = structured_qkv(Hq=1, Hk=1, L=333)
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        sparge.attention(query, key, value, is_causal=True, backend="reference")
+    finally:
+        sys.setprofile(before)
+    here = iter(seen)  # each hop is looked for behind the one before it
+    for name, file in hops():
+        if file == "ops/" or name == "attend_dense":
+            assert (package / file).exists()  # other ways than that of this call
+        else:
+            file = file.replace("NAME", "reference")
+            assert any(n == name and f.startswith(file) for n, f in here), (name, file)
+    assert len(hops()) >= 12
 
 
 def test_bench_output_becomes_a_table():
