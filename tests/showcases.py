@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparge import Recipe
-from sparge.report.showcase import HeadView, Hidden, Reading, Showcase
+from sparge.showcase.result import HeadView, Hidden, Reading, Showcase
 
 TOKENS = 300
 

@@ -259,7 +259,7 @@ def test_nothing_is_measured_or_read_while_a_graph_is_traced(unmeasured, monkeyp
 
 @pytest.mark.usefixtures("piped")
 def test_doctor_calibrates(quick, capsys, monkeypatch):
-    monkeypatch.setattr("sparge.cli.doctor.check_backends", lambda device: [])
+    monkeypatch.setattr("sparge.cli.doctor_command.check_backends", lambda device: [])
     before = run_json(["doctor"], capsys)
     assert before["crossover"]["state"] == "none"
     assert "nothing was measured yet" in run_text(["doctor"], capsys)
@@ -282,7 +282,7 @@ def test_doctor_calibrates(quick, capsys, monkeypatch):
 
 @pytest.mark.usefixtures("piped")
 def test_doctor_says_what_could_not_be_kept(quick, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("sparge.cli.doctor.check_backends", lambda device: [])
+    monkeypatch.setattr("sparge.cli.doctor_command.check_backends", lambda device: [])
     (tmp_path / "taken").write_text("")
     monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "taken"))
     assert "kept in memory" in run_text(["doctor", "--calibrate"], capsys)

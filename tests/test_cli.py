@@ -9,14 +9,14 @@ import subprocess
 import sys
 
 import pytest
+from sparge.cli.synthetic_demo import BACKEND
 
 import sparge
 from cli_runs import BENCH, DEMO, EXPLAIN, complaint, run_json, run_text
 from sparge import Recipe, cli
 from sparge.cli import bench, main
 from sparge.cli import synthetic_demo as demo
-from sparge.cli.synthetic_demo import BACKEND
-from sparge.report.tables import Column, Table, error, to_json
+from sparge.report.table import Column, Table, error, to_json
 from sparge.synthetic import structured_qkv
 
 pytestmark = pytest.mark.usefixtures("piped")
@@ -67,7 +67,7 @@ def test_the_callers_mistakes_are_one_clean_line(argv, message, capsys):
 
 
 def test_a_fault_of_ours_is_not_called_the_callers(capsys, monkeypatch):
-    monkeypatch.setattr("sparge.cli.doctor.versions", lambda: None + 1)
+    monkeypatch.setattr("sparge.cli.doctor_command.versions", lambda: None + 1)
     with pytest.raises(TypeError):
         main(["doctor"])
     assert complaint([*EXPLAIN, "--recipe", '{"sink_blocks": "two"}'], capsys).count("sink_blocks")

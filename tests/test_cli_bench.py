@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from cli_runs import WHY, attend_wrongly, run_json, run_text
 from sparge import Recipe
 from sparge.backends.cpu import library as native
+from sparge.bench.bench_table import table_of_rows
+from sparge.bench.lineup import WANTED, entries
 from sparge.cli import bench, main
 from sparge.report import flex, race
-from sparge.report.benchtables import table_of_rows
-from sparge.report.entries import WANTED, entries
 
 pytestmark = [
     pytest.mark.usefixtures("piped"),

@@ -7,23 +7,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sparge.report.targets import MET, NO_TARGET, NOT_MEASURED, NOT_MET, TARGETS, judge
 
 from sparge import KeepFraction, Recipe, make_plan
 from sparge.accuracy import sample_rows
 from sparge.backends.cpu import library as native
-from sparge.blockplan import BlockPlan
-from sparge.dispatch.choose import Backend, modules_of, register_backend, unregister_backend
-from sparge.report import gate, peak
-from sparge.report.entries import WANTED
-from sparge.report.measure import (
+from sparge.bench.lineup import WANTED
+from sparge.bench.truth import (
     Truth,
     dense_fp64,
     kept_score_elements,
     relative_l1,
     score_elements,
 )
-from sparge.report.tables import percent, three_digits
-from sparge.report.targets import MET, NO_TARGET, NOT_MEASURED, NOT_MET, TARGETS, judge
+from sparge.blockplan import BlockPlan
+from sparge.dispatch.choose import Backend, modules_of, register_backend, unregister_backend
+from sparge.report import gate, peak
+from sparge.report.table import percent, three_digits
 from sparge.synthetic import structured_qkv
 
 L = 331

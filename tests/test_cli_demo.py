@@ -16,7 +16,7 @@ from sparge import Recipe
 from sparge.backends.cpu import library as native
 from sparge.cli import demo, main, synthetic_demo
 from sparge.report import pictures
-from sparge.report.tables import to_json
+from sparge.report.table import to_json
 from tiny_lm import make_tokenizer, save, sentences
 
 pytestmark = pytest.mark.usefixtures("piped")
@@ -179,7 +179,7 @@ def test_without_a_library_the_extra_is_named(argv, capsys, monkeypatch):
     def missing(*_):
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
-    monkeypatch.setattr("sparge.evaluate.sidebyside.tokenizer_of", missing)
+    monkeypatch.setattr("sparge.showcase.measure.tokenizer_of", missing)
     message = complaint(argv, capsys, 3)
     assert "the demo needs transformers" in message
     assert "sparge[demo]" in message

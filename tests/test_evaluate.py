@@ -13,11 +13,12 @@ pytest.importorskip("transformers")
 
 import itertools
 
+from sparge.evaluate.targets import judge
+
 from sparge import KeepAll, Recipe
 from sparge.evaluate import document, logits, needle, quality, store, texts
 from sparge.evaluate.prefill import prefill_row
 from sparge.evaluate.settings import Cell, Settings
-from sparge.evaluate.targets import judge
 from tiny_lm import make_model, make_tokenizer, sentences
 
 
@@ -325,7 +326,7 @@ def test_rows_only_of_pairs():
 
 
 def test_density_counts_layers_that_ran_dense():
-    from sparge.evaluate.subject import density_of
+    from sparge.evaluate.tested_model import density_of
 
     layers = [SimpleNamespace(density=d) for d in (0.2, 1.0, 0.6)]
     assert density_of(SimpleNamespace(layers=layers)) == pytest.approx(0.6)

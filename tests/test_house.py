@@ -29,7 +29,9 @@ FLOORS = [
     {"accuracy"},
     {"integrations"},
     {"__init__", "synthetic", "zoo", "compat"},
-    {"report", "evaluate", "lm_eval", "tune"},
+    {"report"},
+    {"bench", "evaluate", "lm_eval"},
+    {"showcase", "tune"},
     {"cli", "__main__"},
 ]
 

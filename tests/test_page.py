@@ -17,8 +17,8 @@ import torch
 from showcases import make_reading, make_show
 from sparge import Recipe, Unsupported
 from sparge.report import comparison, pictures
-from sparge.report.page import page_of
-from sparge.report.tables import Table, to_json
+from sparge.report.table import Table, to_json
+from sparge.showcase.page import page_of
 
 VOID = {"meta", "img", "source", "br"}
 

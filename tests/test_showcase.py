@@ -14,9 +14,9 @@ import sparge
 from sparge import KeepAll, KeepMass, Recipe
 from sparge.backends.cpu import library as native
 from sparge.evaluate import sidebyside
-from sparge.evaluate.headviews import LayerCall, block_mass
-from sparge.evaluate.sidebyside import ANSWER_TOKENS, prepare, read_both
 from sparge.geometry import BLOCK_K, BLOCK_Q
+from sparge.showcase.attention_maps import LayerCall, block_mass
+from sparge.showcase.measure import ANSWER_TOKENS, prepare, read_both
 from sparge.zoo import load
 from tiny_lm import MAX_TOKENS, save, sentences
 
