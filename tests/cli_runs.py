@@ -7,7 +7,6 @@ import json
 from sparge.backends.reference import attend as reference_attend
 from sparge.cli import main
 
-DEMO = ["demo", "--synthetic", "--length", "384", "--heads", "2"]
 BENCH = ["bench", "--lengths", "256", "--heads", "2", "--repeat", "1"]
 EXPLAIN = ["explain", "--shape", "1,8,1024,64"]
 WHY = "needs a full moon"

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sparge.report.tunebench import (
+
+import sparge
+from benchmarks import paper_search
+from benchmarks.paper_search import (
     THETAS,
-    bench_tune,
+    compare_searches,
     held_out_errors,
     search_as_the_paper,
-    table_of_sample,
+    searches_table,
     within_share,
 )
-from sparge.report.tunequality import (
+from benchmarks.profile_quality import (
     Quality,
     bench_traces,
     compare_quality,
     density_at,
+    quality_table,
     summary,
-    table_of_quality,
 )
-
-import sparge
 from sparge import Recipe
 from sparge.profile import Fingerprint
-from sparge.report import tunebench
 from sparge.synthetic import structured_qkv
 from sparge.tune import Trace, captures_of, trace_model, tune
 from sparge.tune.trace import TracedInput, write
@@ -51,7 +51,7 @@ def test_a_bisection_is_counted_run_by_run():
         asked.append(x)
         return (0.0, 0.7) if x >= 0.6 else (1.0, 0.9)
 
-    x, sparsity = tunebench._bisect(run, (0.0, 1.0, 0.1, 0.001), 0.05)
+    x, sparsity = paper_search._bisect(run, (0.0, 1.0, 0.1, 0.001), 0.05)
     assert asked[:3] == [0.1, pytest.approx(0.55), pytest.approx(0.775)]
     assert x == pytest.approx(0.6, abs=0.001)
     assert sparsity in (0.7, 0.9)
@@ -61,20 +61,22 @@ def test_a_bisection_is_counted_run_by_run():
 
 def test_half_of_the_similarities_switch_the_judge_off():
     assert len(THETAS) == 32
-    assert sum(tunebench._recipe(theta, 0.9, 5.0).min_similarity is None for theta in THETAS) == 16
+    assert (
+        sum(paper_search._recipe(theta, 0.9, 5.0).min_similarity is None for theta in THETAS) == 16
+    )
 
 
 def test_records_are_chosen_by_bins_of_two():
     records = [(-1.0, 0.9, 5.0, 0.5), (-15 / 16, 0.8, 9.0, 0.5), (-14 / 16, 0.99, 1.0, 0.7)]
-    assert tunebench._choose(records) == (-15 / 16, 0.9, 9.0)
-    assert tunebench._choose([(0.0, 1.0, 1.0, 0.05)]) is None
+    assert paper_search._choose(records) == (-15 / 16, 0.9, 9.0)
+    assert paper_search._choose([(0.0, 1.0, 1.0, 0.05)]) is None
 
 
 def test_ours_takes_fewer_evaluations_and_is_not_denser(tmp_path, monkeypatch):
-    monkeypatch.setattr(tunebench, "THETAS", THETAS[14:20])
+    monkeypatch.setattr(paper_search, "THETAS", THETAS[14:20])
     trace = trace_of(tmp_path, [0, 1])
     bare = Recipe(local_blocks=0)  # as the other search; few blocks, so that a window would show
-    document = bench_tune(trace, l1=0.08, l2=0.09, held_out=trace, heads=2, recipe=bare)
+    document = compare_searches(trace, l1=0.08, l2=0.09, held_out=trace, heads=2, recipe=bare)
     assert document["evaluations_per_head"] * 5 < document["paper_evaluations_per_head"]
     assert document["sample_density"] <= document["paper_sample_density"] + 0.02
     for row in document["sample"]:
@@ -83,13 +85,13 @@ def test_ours_takes_fewer_evaluations_and_is_not_denser(tmp_path, monkeypatch):
     assert document["held_out"]["within"] == 1.0
     assert document["held_out"]["worst"] <= 0.09
     assert {row["head"] for row in document["sample"]} == {0, 1}
-    table = table_of_sample(document)
+    table = searches_table(document)
     assert len(table.cells()) == 2
     assert "held-out text: 100.0% of 2 heads" in table.notes[-1]
 
 
 def test_the_papers_answer_is_run_before_it_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(tunebench, "THETAS", [-1.0, 0.25])
+    monkeypatch.setattr(paper_search, "THETAS", [-1.0, 0.25])
     captures = trace_of(tmp_path, [3]).captures(LAYER)
     found = search_as_the_paper(captures, 1, l1=0.08, l2=0.09)
     assert found.met == (found.error < 0.09)
@@ -103,9 +105,9 @@ def test_within_counts_heads_and_inputs(tmp_path):
     assert within_share(rows, 0.1, each_input=True) == pytest.approx(4 / 6)
     assert within_share(rows, 0.09) == pytest.approx(1 / 3)
     trace = trace_of(tmp_path, [0])
-    document = bench_tune(trace, l1=0.9, l2=0.95, heads=0)
+    document = compare_searches(trace, l1=0.9, l2=0.95, heads=0)
     assert document["sample"] == []
-    profile = tunebench.Profile.from_dict(document["profile"])
+    profile = paper_search.Profile.from_dict(document["profile"])
     rows = held_out_errors(profile, trace)
     assert [(row["layer"], row["head"]) for row in rows] == [(LAYER, 0), (LAYER, 1)]
     assert torch.tensor([row["error"] for row in rows]).max() <= 0.95
@@ -118,8 +120,8 @@ def test_one_recipe_is_read_off_at_the_same_perplexity():
     document = summary([*curve, Quality("dense", 1.0, 9.9), Quality("tuned profile", 0.3, 11.0)])
     assert document["same_perplexity"] == pytest.approx(0.5)
     assert document["saved"] == pytest.approx(0.4)
-    assert "40% lower" in table_of_quality(document).notes[0]
-    assert "does not reach" in table_of_quality(summary(curve)).notes[0]
+    assert "40% lower" in quality_table(document).notes[0]
+    assert "does not reach" in quality_table(summary(curve)).notes[0]
 
 
 def test_perplexities_of_a_model_and_its_attention_afterwards(tmp_path):
@@ -139,10 +141,11 @@ def test_perplexities_of_a_model_and_its_attention_afterwards(tmp_path):
 def density_of_profile(model, profile, tokens):
     with sparge.accelerate(model, profile=profile, backend="cpu") as handle, torch.no_grad():
         model(tokens)
-    layers = handle.report().layers
+        report = handle.report()
+    layers = report.layers
     assert all(layer.recipe == profile.recipe_for(layer.name) for layer in layers)
     assert min(layer.density for layer in layers) < 1.0
-    return sum(layer.density for layer in layers) / len(layers)
+    return report.density
 
 
 def test_tuning_and_checking_take_other_windows(tmp_path):

@@ -86,7 +86,7 @@ def test_what_the_system_tells_of_its_cpu(text, sets, monkeypatch, tmp_path, cap
     found = facts["instruction_sets"]
     assert (found and {name for name, there in found.items() if there}) == (found and sets)
     text = run_text(["doctor"], capsys)
-    assert ("not told" in text) == (found is None) == (sets is None)
+    assert ("not listed" in text) == (found is None) == (sets is None)
     assert "environment           SPARGE_CACHE=" in text
 
 

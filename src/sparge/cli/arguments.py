@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..recipe import Recipe
@@ -44,28 +46,32 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def check_file(path: str, option: str = "--output") -> None:
     """Raise ValueError if a file could not be written at `path`. Nothing is made."""
     target = Path(path)
-    if not target.name or (target.exists() and not target.is_file()):
-        # A device would be replaced by a file, not written to.
-        raise ValueError(f"{option} must name a file to make or replace, got {path!r}")
-    _check_writable(target.parent, option, path)
+    with _refusing(path, option):
+        if not target.name or (target.exists() and not target.is_file()):
+            # A device would be replaced by a file, not written to.
+            raise ValueError(f"{option} must name a file to make or replace, got {path!r}")
+        _try_to_write(target.parent)
 
 
 def check_directory(path: str, option: str = "--output") -> None:
     """Raise ValueError if files could not be written in a directory `path`. Nothing is made."""
     target = Path(path)
-    try:
+    with _refusing(path, option):
         there = next(place for place in (target, *target.parents) if place.exists())
-    except OSError as error:  # a name that is too long, say
-        raise ValueError(f"{option} {path!r} cannot be made: {error.strerror}") from None
-    if not there.is_dir():
-        raise ValueError(f"{option} must name a directory, got {path!r}: {str(there)!r} is a file")
-    _check_writable(there, option, path)
+        if not there.is_dir():
+            raise ValueError(f"{option} must name a directory, got {path!r}: {there} is a file")
+        _try_to_write(there)
 
 
-def _check_writable(directory: Path, option: str, path: str) -> None:
+def _try_to_write(directory: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".sparge."):
+        pass
+
+
+@contextmanager
+def _refusing(path: str, option: str) -> Iterator[None]:
     try:
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".sparge."):
-            pass
+        yield
     except OSError as error:
         raise ValueError(f"{option} {path!r} cannot be written: {error.strerror}") from None
 

@@ -76,9 +76,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in self.measures:
             if name not in MEASURES:
-                raise ValueError(
-                    f"--measures: unknown measure {name!r}; known: {', '.join(MEASURES)}"
-                )
+                raise ValueError(f"--measures must be of {', '.join(MEASURES)}; got {name!r}")
         if not self.measures:
             raise ValueError(f"--measures needs a name; known: {', '.join(MEASURES)}")
         if (TASKS in self.measures) != bool(self.tasks):
@@ -87,9 +85,7 @@ class Settings:
                 "--measures tasks --tasks niah_single_1"
             )
         if self.recipe is not None and self.profile is not None:
-            raise ValueError(
-                "--recipe and --profile cannot be combined; a profile holds its own recipes"
-            )
+            raise ValueError("--recipe and --profile cannot be combined; a profile holds recipes")
         if not self.lengths:
             raise ValueError("--lengths must name at least one number of tokens")
         for length in self.lengths:
