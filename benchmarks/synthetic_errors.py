@@ -156,7 +156,7 @@ def times(inputs: Inputs) -> dict[str, float]:
         return time.perf_counter() - start
 
     turns = [partial(take_turn, call) for call in calls.values()]
-    found = take_turns(turns, fewest=5, most=5, warm_up=float("inf"))
+    found = take_turns(turns, rounds=5, warm_up=float("inf"))
     return {name: statistics.median(own) for name, own in zip(calls, found, strict=True)}
 
 

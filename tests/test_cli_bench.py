@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from cli_runs import WHY, attend_wrongly, run_json, run_text
+from cli_runs import WHY, attend_wrongly
 from sparge import Recipe
 from sparge.backends.cpu import library as native
 from sparge.bench import cases, compiled_flex
@@ -24,6 +24,21 @@ pytestmark = [
 ]
 TINY = ["bench", "--lengths", "256", "--heads", "1", "--head-dims", "16", "--repeat", "2"]
 OURS = [*TINY, "--backends", "reference"]
+
+
+def run_text(argv, capsys):
+    """What is printed; stderr names each case when it is done."""
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert lines
+    for i, line in enumerate(lines, start=1):
+        assert line.startswith(f"sparge: {i} of {len(lines)}: ")
+    return out
+
+
+def run_json(argv, capsys):
+    return json.loads(run_text([*argv, "--json"], capsys))
 
 
 @pytest.fixture
@@ -192,23 +207,6 @@ def test_no_numbers_of_a_row_that_is_wrong(green, eager_flex, add_backend, capsy
     assert "no numbers are printed" in err
 
 
-def test_a_long_run_says_so_first(capsys):
-    bench_command.say_how_long(59.0)
-    assert capsys.readouterr().err == ""
-    bench_command.say_how_long(300.0)
-    assert "about 5 min;" in capsys.readouterr().err
-    bench_command.say_how_long(18000.0)
-    assert "about 5 hours;" in capsys.readouterr().err
-
-
-def test_the_bar_follows_the_cases():
-    moved = []
-    reached = bench_command.pace([2, 4], lambda: moved.append(1))
-    for i_case, share, total in ((0, 0.5, 1), (0, 1.0, 2), (1, 0.0, 2), (1, 0.6, 4), (1, 1.0, 6)):
-        reached(i_case, share)
-        assert len(moved) == total
-
-
 def test_the_defaults_and_the_full_set():
     def cases(*argv):
         parser = argparse.ArgumentParser()
@@ -230,9 +228,7 @@ def test_a_warm_up_is_not_in_the_record(green, eager_flex, monkeypatch):
     monkeypatch.setattr(cases, "WARM_UP", 1e9)
     case = cases.Case(256, 16, True, 1)
     made = cases.make_contenders(case, lineup(["reference"], ["40%"]), cases.make_inputs(case, 1))
-    shares = []
-    cases.measure_contenders(made, repeat=2, reached=shares.append)
+    cases.measure_contenders(made, repeat=2)
     for contender in made:
         assert len(contender.seconds) == 2
         assert len(contender.runs) == (2 if contender.entry.kind == "sparse" else 0)
-    assert shares[-1] == 1

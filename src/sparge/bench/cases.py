@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
-
-import torch
-import torch.nn.functional as F
 
 from ..accuracy import sample_rows
 from ..support.turns import no_garbage_collection, take_turns, threads
@@ -26,10 +20,6 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 SECONDS_PER_CASE = 5.0
 WARM_UP = 2.0
 """A first round shorter than this many seconds is discarded."""
-PROBE_LENGTH = 1024
-COMPILE_SECONDS = 8.0
-INPUT_SECONDS_PER_TOKEN = 0.001
-"""Both measured on one slow core; used only to estimate the duration of a run."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +55,20 @@ def measure_cases(
     *,
     heads: int,
     repeat: int | None,
-    reached: Callable[[int, float], None],
+    step: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-    """The rows of every case. reached: called with the index of the case and its share done."""
+    """The rows of every case. step: called after each case with its name."""
     made: tuple[int, int] | None = None
     inputs: dict[str, Inputs] = {}
-    for i, case in enumerate(wanted):
+    for case in wanted:
         if made != (case.length, case.head_dim):
             made = (case.length, case.head_dim)
             inputs = make_inputs(case, heads)
         with threads(case.threads):
             contenders = make_contenders(case, entries, inputs)
-            measure_contenders(contenders, repeat=repeat, reached=partial(reached, i))
+            measure_contenders(contenders, repeat=repeat)
             yield from case_rows(case.to_dict(), contenders)
+        step(str(case))
 
 
 def make_inputs(case: Case, heads: int) -> dict[str, Inputs]:
@@ -106,55 +97,18 @@ def make_contenders(
     return found
 
 
-def measure_contenders(
-    contenders: Sequence[Contender], *, repeat: int | None, reached: Callable[[float], None]
-) -> None:
+def measure_contenders(contenders: Sequence[Contender], *, repeat: int | None) -> None:
     """Set `seconds` and `runs` of the contenders that can run."""
     able = [contender for contender in contenders if contender.why_not is None]
     with no_garbage_collection():
         times = take_turns(
             [contender.take_turn for contender in able],
-            seconds=0.0 if repeat else SECONDS_PER_CASE,
-            fewest=repeat or FEWEST_ROUNDS,
-            most=repeat or MOST_ROUNDS,
+            rounds=repeat,
+            seconds=SECONDS_PER_CASE,
+            fewest=FEWEST_ROUNDS,
+            most=MOST_ROUNDS,
             warm_up=WARM_UP,
-            reached=reached,
         )
     for contender, seconds in zip(able, times, strict=True):
         contender.seconds = seconds
         contender.runs = contender.runs[-len(seconds) :]  # without the warm-up
-
-
-def estimate(
-    wanted: Sequence[Case], entries: Sequence[Entry], *, heads: int, repeat: int | None
-) -> list[float]:
-    """Expected seconds of each case, from a short run of SDPA at each head dim."""
-    probed: dict[tuple[int, int], dict[str, float]] = {}
-    seconds = []
-    for i, case in enumerate(wanted):
-        what = (case.head_dim, case.threads)
-        if what not in probed:
-            with threads(case.threads):
-                probed[what] = _probe(case.head_dim, heads)
-        pairs = (case.length / PROBE_LENGTH) ** 2 * (0.5 if case.causal else 1.0)
-        one = sum(entry.work * probed[what][entry.dtype] for entry in entries) * pairs
-        own = min(max(SECONDS_PER_CASE, FEWEST_ROUNDS * one), MOST_ROUNDS * one)
-        own = repeat * one if repeat else own
-        compiles = COMPILE_SECONDS if any(entry.kind == FLEX for entry in entries) else 0.0
-        is_new = i == 0 or wanted[i - 1].length != case.length
-        makes = INPUT_SECONDS_PER_TOKEN * case.length if is_new else 0.0
-        seconds.append(own + (one if one < WARM_UP else 0.0) + compiles + makes)
-    return seconds
-
-
-def _probe(head_dim: int, heads: int) -> dict[str, float]:
-    def attend(x: torch.Tensor) -> float:
-        start = time.perf_counter()
-        F.scaled_dot_product_attention(x, x, x)
-        return time.perf_counter() - start
-
-    inputs = [
-        torch.ones(1, heads, PROBE_LENGTH, head_dim, dtype=dtype) for dtype in DTYPES.values()
-    ]
-    times = take_turns([partial(attend, x) for x in inputs], fewest=3)
-    return {name: statistics.median(each) for name, each in zip(DTYPES, times, strict=True)}

@@ -17,13 +17,12 @@ SDPA, SPARSE, FLEX = "sdpa", "sparse", "flex"
 class BenchRecipe:
     """A recipe that is measured on every backend.
 
-    name: what is kept; int8, or int8-fast if the name says fast. work: rough time as a share of
-    SDPA's, used only to estimate the duration of the run. in_flex: FlexAttention runs it too.
+    name: what is kept; int8, or int8-fast if the name says fast. in_flex: FlexAttention runs it
+    too.
     """
 
     name: str
     recipe: Recipe
-    work: float
     dtype: str = "bf16"
     in_flex: bool = False
 
@@ -33,16 +32,16 @@ def _share(share: float, *, precision: str = "int8", predictor: str = "mean") ->
 
 
 RECIPES = (
-    BenchRecipe("all", Recipe(keep=KeepAll()), 1.0, in_flex=True),
-    BenchRecipe("40%", _share(0.4), 0.45, in_flex=True),
+    BenchRecipe("all", Recipe(keep=KeepAll()), in_flex=True),
+    BenchRecipe("40%", _share(0.4), in_flex=True),
     # The same amount, chosen by the default predictor: shows the cost of its exact rows.
-    BenchRecipe("40% blend", _share(0.4, predictor="blend"), 0.5),
-    BenchRecipe("20%", _share(0.2), 0.25, in_flex=True),
-    BenchRecipe("default", DEFAULT, 0.35, in_flex=True),
-    BenchRecipe("fast all", Recipe(keep=KeepAll(), precision="int8-fast"), 1.0),
-    BenchRecipe("fast 40%", _share(0.4, precision="int8-fast"), 0.45),
-    BenchRecipe("fast 20%", _share(0.2, precision="int8-fast"), 0.25),
-    BenchRecipe("fp32 all", Recipe(keep=KeepAll()), 1.0, dtype="fp32"),
+    BenchRecipe("40% blend", _share(0.4, predictor="blend")),
+    BenchRecipe("20%", _share(0.2), in_flex=True),
+    BenchRecipe("default", DEFAULT, in_flex=True),
+    BenchRecipe("fast all", Recipe(keep=KeepAll(), precision="int8-fast")),
+    BenchRecipe("fast 40%", _share(0.4, precision="int8-fast")),
+    BenchRecipe("fast 20%", _share(0.2, precision="int8-fast")),
+    BenchRecipe("fp32 all", Recipe(keep=KeepAll()), dtype="fp32"),
 )
 
 
@@ -53,7 +52,6 @@ class Entry:
     name: str
     kind: str
     dtype: str
-    work: float
     backend: str | None = None
     recipe_name: str | None = None
     recipe: Recipe | None = None
@@ -63,13 +61,13 @@ def lineup(backends: Sequence[str], words: Sequence[str] = ()) -> list[Entry]:
     """Contenders whose name contains one of the words (all without words), and SDPA of their
     dtypes. Raises ValueError for a word that no name contains."""
     found = [
-        Entry(f"{backend} {r.name}", SPARSE, r.dtype, r.work, backend, r.name, r.recipe)
+        Entry(f"{backend} {r.name}", SPARSE, r.dtype, backend, r.name, r.recipe)
         for backend in backends
         for r in RECIPES
     ]
     # FlexAttention has no precision of its own and gets the blocks of the first backend.
     found += [
-        Entry(f"flex {r.name}", FLEX, r.dtype, r.work, backends[0], r.name, r.recipe)
+        Entry(f"flex {r.name}", FLEX, r.dtype, backends[0], r.name, r.recipe)
         for r in RECIPES
         if r.in_flex
     ]
@@ -82,5 +80,5 @@ def lineup(backends: Sequence[str], words: Sequence[str] = ()) -> list[Entry]:
     for dtype in DTYPES:
         same = [entry for entry in chosen if entry.dtype == dtype]
         if same:
-            result += [Entry(f"SDPA {dtype}", SDPA, dtype, 1.0), *same]
+            result += [Entry(f"SDPA {dtype}", SDPA, dtype), *same]
     return result

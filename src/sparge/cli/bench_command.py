@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..bench.bench_table import bench_table
 from ..bench.case_rows import add_shares_of_peak
-from ..bench.cases import Case, cases, estimate, measure_cases
+from ..bench.cases import Case, cases, measure_cases
 from ..bench.gemm_peak import gemm_peaks, larger
 from ..bench.lineup import Entry, lineup
 from ..bench.self_check import Check, check_backends, check_sparse, wrong_rows
@@ -32,8 +31,6 @@ FORMAT = "sparge.bench/3"
 LENGTHS = [1024, 4096, 8192]
 FULL_LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
 HEAD_DIMS = [64, 128]
-QUIET_SECONDS = 60.0
-"""A longer run says how long it takes even if stderr is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,14 +91,9 @@ def measure(args: argparse.Namespace, entries: list[Entry], checks: list[Check])
     wanted = wanted_cases(args)
     counts = sorted({case.threads for case in wanted})
     before = gemm_peaks(counts)
-    given: dict[str, Any] = {"heads": args.heads, "repeat": args.repeat}
-    expected = estimate(wanted, entries, **given)
-    say_how_long(sum(expected))
-    # One step is about a second, so the bar's own estimate of the remaining time is right.
-    steps = [max(1, round(seconds)) for seconds in expected]
-    with progress("measuring", sum(steps)) as step:
-        reached = pace(steps, lambda: step(""))
-        rows = list(measure_cases(wanted, entries, reached=reached, **given))
+    with progress("measuring", len(wanted)) as step:
+        given: dict[str, Any] = {"heads": args.heads, "repeat": args.repeat, "step": step}
+        rows = list(measure_cases(wanted, entries, **given))
     after = gemm_peaks(counts)
     peaks = {n: larger(before[n], after[n]) for n in counts}
     add_shares_of_peak(rows, {n: peak["peak"] for n, peak in peaks.items()})
@@ -109,7 +101,6 @@ def measure(args: argparse.Namespace, entries: list[Entry], checks: list[Check])
         "format": FORMAT,
         **where,
         "load_average_after": load_average(),
-        "expected_seconds": sum(expected),
         "took_seconds": time.perf_counter() - start,
         "heads": args.heads,
         "threads": counts,
@@ -128,24 +119,3 @@ def wanted_cases(args: argparse.Namespace) -> list[Case]:
         [True, False] if args.causal is None else [args.causal],
         args.threads or (sorted({1, everything}) if args.full else [everything]),
     )
-
-
-def say_how_long(seconds: float) -> None:
-    if seconds > QUIET_SECONDS or sys.stderr.isatty():
-        minutes = max(1, round(seconds / 60))
-        about = f"{minutes} min" if minutes < 90 else f"{minutes / 60:.0f} hours"
-        print(f"sparge: this takes about {about}; keep the machine idle", file=sys.stderr)
-
-
-def pace(steps: list[int], step: Callable[[], None]) -> Callable[[int, float], None]:
-    """Move the bar to where the share done of a case should have brought it."""
-    done = 0
-
-    def reached(i_case: int, share: float) -> None:
-        nonlocal done
-        target = sum(steps[:i_case]) + int(share * steps[i_case])
-        while done < target:
-            step()
-            done += 1
-
-    return reached

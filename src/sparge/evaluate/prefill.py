@@ -51,14 +51,15 @@ class Way:
 
 def measure_prefill(tested: TestedModel, length: int) -> dict[str, Any]:
     """The seconds of every turn, for each way."""
-    ids, repeat = tested.window(length), tested.settings.repeat
+    ids = tested.window(length)
     ways = [Way(tested, name, ids) for name in (DENSE_VARIANT, SPARGE_VARIANT, CLOCKED)]
     with no_garbage_collection(), torch.inference_mode():
         times = take_turns(
             [way.take_turn for way in ways],
-            seconds=0.0 if repeat else SECONDS,
-            fewest=repeat or (SHORT_ROUNDS if length <= SHORT else FEWEST_ROUNDS),
-            most=repeat or MOST_ROUNDS,
+            rounds=tested.settings.repeat,
+            seconds=SECONDS,
+            fewest=SHORT_ROUNDS if length <= SHORT else FEWEST_ROUNDS,
+            most=MOST_ROUNDS,
             warm_up=WARM_UP,
         )
     rounds, report = len(times[0]), ways[1].report

@@ -122,7 +122,7 @@ def measure_showcase(
         with reader.running():
             read(model, few, split=split)
     turns = [reader.take_turn for reader in readers.values()]
-    times = take_turns(turns, fewest=repeats, most=repeats)
+    times = take_turns(turns, rounds=repeats)
     step("perplexity of both")
     dense, sparge = readers.values()
     assert dense.outputs is not None

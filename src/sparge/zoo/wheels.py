@@ -19,6 +19,17 @@ from .progress import megabytes, stage
 CHUNK = 1 << 20
 
 
+def need_libraries(what: str, *names: str) -> None:
+    """Raise Unsupported if a package is not installed."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise Unsupported(
+            what,
+            dict.fromkeys(missing, "not installed"),
+            'install it with: pip install "sparge[zoo]"',
+        )
+
+
 def need_space(directory: Path, size: int, what: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < size:
