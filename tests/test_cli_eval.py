@@ -16,7 +16,7 @@ from cli_runs import complaint
 from sparge import Recipe, cli
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge.evaluate import harness, measure_cells, tested_model
+from sparge.evaluate import harness, measure_cells, model_directory, tested_model
 from tiny_lm import MAX_TOKENS, make_tokenizer, save, sentences
 
 OURS = "cpu" if native.why_missing() is None else "reference"
@@ -221,10 +221,12 @@ def test_without_lm_eval(argv, capsys, monkeypatch):
 
 
 def test_two_models_have_two_fingerprints(model, tmp_path):
-    first = tested_model.fingerprint("a", Path(model))
-    other = tested_model.fingerprint("a", Path(save(tmp_path / "other", seed=1)))
+    first = model_directory.fingerprint("a", Path(model))
+    other = model_directory.fingerprint("a", Path(save(tmp_path / "other", seed=1)))
     assert (
-        first["digest"] == tested_model.fingerprint("a", Path(model))["digest"] != other["digest"]
+        first["digest"]
+        == model_directory.fingerprint("a", Path(model))["digest"]
+        != other["digest"]
     )
 
 

@@ -150,7 +150,8 @@ def test_no_network_is_said_with_the_way_out(tiny, monkeypatch, capfd):
 
 
 def test_no_pip_is_said_with_the_way_out(tiny, monkeypatch):
-    monkeypatch.setattr(wheels, "find_spec", lambda name: None)
+    find = wheels.find_spec
+    monkeypatch.setattr(wheels, "find_spec", lambda name: None if name == "pip" else find(name))
     with pytest.raises(Unsupported, match=r"pip: this Python has no pip") as caught:
         zoo.text("tiny", quiet=True)
     assert "ensurepip" in str(caught.value)

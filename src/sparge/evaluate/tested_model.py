@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from ..integrations import accelerate
 from ..recipe import Recipe
 from . import harness
 from .logits import splits
+from .model_directory import config_of, directory_of, fingerprint, max_tokens, tokenizer_of
 from .needle import Needle, counter, make_needle
 from .settings import (
     DENSE_VARIANT,
@@ -29,13 +29,8 @@ from .settings import (
     TASKS,
     WITH_HARNESS,
     Settings,
-    digest_of,
 )
 from .texts import Text, cut, read_text
-
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-ENDS = 1 << 20
-"""Bytes at both ends of a weight file that go into its digest; a whole file takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +69,8 @@ def check(settings: Settings) -> Checked:
     if settings.profile is not None and not Path(settings.profile).is_file():
         raise ValueError(f"--profile must name a file, got {settings.profile!r}")
     directory = directory_of(settings.model)
-    config = _config_of(directory)
-    _check_lengths(settings, _max_tokens(config))
+    config = config_of(directory)
+    _check_lengths(settings, max_tokens(config))
     if TASKS in settings.measures:
         harness.check_tasks(
             settings.tasks,
@@ -97,73 +92,6 @@ def check(settings: Settings) -> Checked:
                     text, tokenizer, length=length, depth=depth, seed=settings.seed, count=count
                 )
     return Checked(settings, directory, fingerprint(settings.model, directory), text, needles)
-
-
-def directory_of(name: str) -> Path:
-    """The directory of a transformers model: a path as it is, a name fetched from the zoo."""
-    path = Path(name)
-    if (path / "config.json").is_file():
-        return path
-    from .. import zoo
-
-    known = zoo.models()
-    if name in known:
-        return Path(zoo.fetch(name))
-    why = "has no config.json" if path.is_dir() else "is no directory"
-    raise ValueError(
-        f"--model must be a directory that transformers can load, or one of {', '.join(known)}; "
-        f"{name!r} {why}"
-    )
-
-
-def tokenizer_of(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-
-
-def fingerprint(name: str, directory: Path) -> dict[str, Any]:
-    """Facts about the model; digest: of its config and of the size and both ends of each file."""
-    files = sorted(file for pattern in WEIGHTS for file in directory.glob(pattern))
-    if not files:
-        raise ValueError(f"there are no weights in {str(directory)!r}, such as model.safetensors")
-    # Private fields, such as the transformers version, say nothing about the weights.
-    config = {k: v for k, v in _config_of(directory).items() if not k.startswith("_")}
-    parts = [json.dumps(config, sort_keys=True)]
-    for file in files:
-        size = file.stat().st_size
-        with open(file, "rb") as opened:
-            data = opened.read(ENDS)
-            opened.seek(max(0, size - ENDS))
-            data += opened.read(ENDS)
-        parts.append(f"{file.name} {size} {digest_of(data)}")
-    return {
-        "name": name,
-        "type": config.get("model_type"),
-        "layers": config.get("num_hidden_layers"),
-        "heads": config.get("num_attention_heads"),
-        "kv_heads": config.get("num_key_value_heads"),
-        "max_tokens": _max_tokens(config),
-        "weight_bytes": sum(file.stat().st_size for file in files),
-        "digest": digest_of("\n".join(parts).encode()),
-    }
-
-
-def _config_of(directory: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"config.json in {str(directory)!r} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"config.json in {str(directory)!r} does not hold an object")
-    return {**config, **(config.get("text_config") or {})}
-
-
-def _max_tokens(config: dict[str, Any]) -> int | None:
-    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
-        if isinstance(config.get(name), int):
-            return int(config[name])
-    return None
 
 
 def _check_lengths(settings: Settings, limit: int | None) -> None:

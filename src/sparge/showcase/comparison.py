@@ -12,6 +12,18 @@ COLUMNS = (
     Column("change", "change", lambda text: text),
 )
 FOUND = {True: "found", False: "not found"}
+NEEDLE_VERDICTS = {  # by whether dense and sparge found it
+    (True, True): "both found the needle",
+    (True, False): "sparge lost the needle that dense found",
+    (False, True): "sparge found the needle, dense did not",
+    (False, False): "neither found the needle, so it says nothing about sparge",
+}
+NEEDLE_SHORT = {
+    (True, True): ("found", "by both"),
+    (True, False): ("lost", "by sparge"),
+    (False, True): ("found", "by sparge"),
+    (False, False): ("found", "by neither"),
+}
 
 
 def comparison_rows(show: Showcase) -> list[dict[str, str]]:
@@ -94,25 +106,7 @@ def cost(show: Showcase) -> str:
 
 
 def needle_verdict(show: Showcase) -> str:
-    match show.dense.found, show.sparge.found:
-        case True, True:
-            return "both found the needle"
-        case True, False:
-            return "sparge lost the needle that dense found"
-        case False, True:
-            return "sparge found the needle, dense did not"
-    return "neither found the needle, so it says nothing about sparge"
-
-
-def needle_short(show: Showcase) -> str:
-    match show.dense.found, show.sparge.found:
-        case True, True:
-            return "found by both"
-        case True, False:
-            return "lost by sparge"
-        case False, True:
-            return "found by sparge"
-    return "found by neither"
+    return NEEDLE_VERDICTS[show.dense.found, show.sparge.found]
 
 
 def fallback_lines(show: Showcase) -> list[str]:

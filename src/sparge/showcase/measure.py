@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..dispatch.choose import AUTO
 from ..evaluate.logits import Outputs, compare, splits
+from ..evaluate.model_directory import directory_of, fingerprint, tokenizer_of
 from ..evaluate.needle import FACT, Needle, counter, make_needle
 from ..evaluate.settings import DENSE_VARIANT, SPARGE_VARIANT, VARIANTS
-from ..evaluate.tested_model import directory_of, fingerprint, tokenizer_of, total_runs
+from ..evaluate.tested_model import total_runs
 from ..evaluate.texts import cut, read_text
 from ..geometry import BLOCK_Q
 from ..integrations import accelerate

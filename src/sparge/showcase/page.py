@@ -109,8 +109,7 @@ def tiles(show: Showcase) -> str:
         ),
         (
             "Needle",
-            say.needle_short(show).split(" ", 1)[0],
-            say.needle_short(show).split(" ", 1)[1],
+            *say.NEEDLE_SHORT[dense.found, sparge.found],
             needle_kind,
         ),
     ]
