@@ -16,7 +16,7 @@ from ..support.atomic_files import replace_file
 if TYPE_CHECKING:
     from rich.console import Console
 
-PIPE_WIDTH = 132
+PIPE_WIDTH = 150
 """Columns of a table that does not go to a terminal."""
 TEXT_WIDTH = 14
 """Columns of text fold in a narrow terminal, but not below this width."""
