@@ -33,7 +33,7 @@ def test_doctor_checks_every_backend(capsys, monkeypatch):
     assert judged["call"] == "[1, 32/8, 8192, 128] bfloat16 on cpu causal top_left"
     assert [row["backend"] for row in judged["rows"]] == [*names, "dense"]
     assert [row["serves"] for row in judged["rows"]][-2:] == ["yes", "yes"]
-    assert sum(row["auto"].startswith("takes it") for row in judged["rows"]) == 1
+    assert sum(row["auto"].startswith("chosen: ") for row in judged["rows"]) == 1
     checks = checks_of(found)
     assert set(checks) == {*names, "dense", "auto"}
     assert 0 < checks["reference"]["error"] < 1e-5

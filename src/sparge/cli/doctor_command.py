@@ -22,7 +22,7 @@ from .screen import console, deliver, show_table
 
 BACKEND_COLUMNS = (
     Column("backend", "backend"),
-    Column("serves", "serves it"),
+    Column("serves", "serves\nthe call"),
     Column("why_not", "why not"),
     Column("auto", "backend=auto"),
 )
@@ -92,7 +92,7 @@ def judge_backends(call: Call) -> dict[str, Any]:
         if isinstance(auto, str):
             verdict = f"fails: {auto}"
         else:
-            verdict = f"takes it: {auto.reason}" if auto.backend == name else auto.rejected[name]
+            verdict = f"chosen: {auto.reason}" if auto.backend == name else auto.rejected[name]
         rows.append(
             {
                 "backend": name,
