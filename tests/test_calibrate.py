@@ -275,7 +275,7 @@ def test_a_failure_is_kept_and_shown(unmeasured, monkeypatch, capsys):
         raise MemoryError("none left")
 
     monkeypatch.setattr(calibrate, "measure", fail)
-    monkeypatch.setattr("sparge.cli.doctor.check_backends", lambda device: [])
+    monkeypatch.setattr("sparge.cli.doctor_command.check_backends", lambda device: [])
     run = a_run()
     assert run.cost_source == "estimate"
     assert "calibration failed: MemoryError: none left" in run.reason
@@ -292,7 +292,7 @@ def test_an_interrupted_calibration_ends_its_thread_and_is_tried_again(unmeasure
         try:
             for _ in range(3000):
                 time.sleep(0.01)
-                proceed(0.0)
+                proceed()
         finally:
             ended.set()
 
@@ -364,7 +364,7 @@ def test_a_measurement_of_a_busy_machine_is_repeated_later(unmeasured, facts, ho
 
 @pytest.mark.usefixtures("piped")
 def test_doctor_calibrates(quick, capsys, monkeypatch):
-    monkeypatch.setattr("sparge.cli.doctor.check_backends", lambda device: [])
+    monkeypatch.setattr("sparge.cli.doctor_command.check_backends", lambda device: [])
     before = run_json(["doctor"], capsys)
     assert before["crossover"]["state"] == "none"
     assert "nothing was measured yet" in run_text(["doctor"], capsys)
@@ -387,7 +387,7 @@ def test_doctor_calibrates(quick, capsys, monkeypatch):
 
 @pytest.mark.usefixtures("piped")
 def test_doctor_says_what_could_not_be_kept(quick, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("sparge.cli.doctor.check_backends", lambda device: [])
+    monkeypatch.setattr("sparge.cli.doctor_command.check_backends", lambda device: [])
     (tmp_path / "taken").write_text("")
     monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "taken"))
     assert "kept in memory" in run_text(["doctor", "--calibrate"], capsys)
