@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from sparge import KeepFraction, Recipe, make_plan
 from sparge.accuracy import sample_rows
 from sparge.backends.cpu import library as native
+from sparge.backends.reference import stages as reference_stages
 from sparge.bench import gemm_peak, self_check
 from sparge.bench.truth import (
     Truth,

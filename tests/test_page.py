@@ -204,11 +204,11 @@ def test_the_bars_are_as_long_as_the_seconds():
         "rest of the model",
     ]
     mixed = replace(show, sparge=replace(show.sparge, attention=(4.0, 4.0, 4.0)))
-    own = page_figures.sparge_parts(mixed, page_figures.LIGHT)[3]
+    own = page_figures.sparge_parts(mixed, page_figures.LIGHT)[4]
     assert own[:2] == ("sparge: the model's own attention", pytest.approx(2.0))
     figure = page_figures.time_figure(show, page_figures.LIGHT)
     widths = [bar.get_width() for bar in figure.axes[0].patches]
-    assert widths == pytest.approx([10, 10, 0.25, 0.5, 1.25, 8])
+    assert widths == pytest.approx([10, 10, 0.25, 0.25, 0.25, 1.25, 8])
 
 
 def test_the_heat_maps_hold_the_data():
