@@ -22,7 +22,7 @@ def cut(x, heads):
 
 
 class Heads:
-    """The four stages, and the gradient: `sparge.stages.Stages` says what each takes and returns."""
+    """The four stages and the gradient; `sparge.stages.Stages` says what each takes and returns."""
 
     prepare, predict = staticmethod(reference.prepare), staticmethod(reference.predict)
     select, backward = staticmethod(reference.select), staticmethod(reference.backward)

@@ -30,7 +30,7 @@ class TokenMask:
 
     @property
     def hides_nothing(self) -> bool:
-        """True when every pair may attend and no bias is added (one query after all keys, for example)."""
+        """True when every pair may attend and no bias is added, as for one query after all keys."""
         return self.attn_mask is None and not (self.is_causal and self.offset < self.Lk - 1)
 
     def region(
