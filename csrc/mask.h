@@ -1,7 +1,7 @@
 // Which queries of a row group may attend each key of a block, and the bias that is added.
 #pragma once
 
-#include "rows.h"
+#include "read_rows.h"
 
 namespace sparge {
 namespace {
@@ -37,9 +37,9 @@ inline void mask_group(const TokenMask& t, const Shape& s, int64_t b, int64_t h,
       k = k < -1 ? -1 : k > kBlockK ? kBlockK : k;
       last[i] = i < n_rows ? float(k) : -1.0f;
     }
-    const F16 lanes = load(last);
+    const F32x16 lanes = load(last);
     for (int j = 0; j < kBlockK; ++j) {
-      out->may[j] = uint16_t(at_least(lanes, all(float(j))));
+      out->may[j] = uint16_t(at_least(lanes, broadcast(float(j))));
       out->any |= out->may[j];
     }
     return;

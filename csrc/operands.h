@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "product.h"
-#include "rows.h"
+#include "read_rows.h"
 
 namespace sparge {
 namespace {
@@ -28,7 +28,7 @@ inline void pack_row(const Rows& x, const char* row, int64_t D, int steps, bool 
   constexpr int per = per_word(P);
   constexpr bool bytes = P == Product::u8i8 || P == Product::tile_i8 || P == Product::tile_u8;
   const bool as_stored =
-      lies_together(x) && (bytes || (per == 2 && P != Product::i16 && x.dtype == Dtype::bf16));
+      has_dense_rows(x) && (bytes || (per == 2 && P != Product::i16 && x.dtype == Dtype::bf16));
   if (as_stored) {
     const int whole = int(D / per);
     for (int s = 0; s < whole; ++s) out[s] = word_at(row + 4 * int64_t(s));
@@ -78,14 +78,14 @@ inline void pack_queries(const Rows& x, const char* const* rows, int n, int64_t 
                          float* out) {
   const int steps = steps_of(P, D);
   const int64_t width = round_up(steps, kLanes);
-  alignas(64) float words[kLanes * (kMaxDim + kLanes)], turned[kLanes * kLanes];
+  alignas(64) float words[kLanes * (kMaxDim + kLanes)], transposed[kLanes * kLanes];
   std::memset(words, 0, size_t(width) * kLanes * 4);
   for (int i = 0; i < n; ++i)
     pack_row<P>(x, rows[i], D, steps, half, reinterpret_cast<uint32_t*>(words + i * width));
   for (int s = 0; s < steps; s += kLanes) {
-    transpose(words + s, width, turned, kLanes);
+    transpose(words + s, width, transposed, kLanes);
     const int rest = steps - s < kLanes ? steps - s : kLanes;
-    std::memcpy(out + s * kLanes, turned, size_t(rest) * kLanes * 4);
+    std::memcpy(out + s * kLanes, transposed, size_t(rest) * kLanes * 4);
   }
   // Queries are the unsigned side of a byte product: codes + 128, taken off again by code_sums.
   uint32_t* bits = reinterpret_cast<uint32_t*>(out);
@@ -105,7 +105,7 @@ inline Words key_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int6
   const bool same_type = P == Product::f32 ? x.dtype == Dtype::f32 && !half
                          : P == Product::bf16 || P == Product::tile_bf16 ? x.dtype == Dtype::bf16
                                                                          : P != Product::i16;
-  const bool in_place = same_type && n == kBlockK && lies_together(x) &&
+  const bool in_place = same_type && n == kBlockK && has_dense_rows(x) &&
                         s.D * x.stride_d == row_bytes && x.stride_l % 4 == 0;
   const char* rows = x.row(b, h, first);
   int64_t apart = x.stride_l;
@@ -126,7 +126,7 @@ inline Words key_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int6
 
 // 16 numbers of a row from channel d on; zeros behind Dv.
 template <Dtype kType>
-inline F16 value_lanes(const Rows& x, const char* row, int64_t d, int64_t Dv) {
+inline F32x16 value_lanes(const Rows& x, const char* row, int64_t d, int64_t Dv) {
   const char* p = row + d * x.stride_d;
   if (x.stride_d == bytes_of(kType) && d + kLanes <= Dv) return read_lanes<kType>(p);
   alignas(64) float lanes[kLanes] = {};
@@ -149,7 +149,7 @@ inline void value_panels(const Rows& x, const Shape& s, int64_t b, int64_t h, in
   const int64_t first = i_k * kBlockK;
   const int64_t n = s.Lk - first < kBlockK ? s.Lk - first : kBlockK;
   const int64_t width = round_up(s.Dv, 2 * kLanes), apart = value_panel_bytes(P) / 4;
-  const F16 f = all(factor);
+  const F32x16 f = broadcast(factor);
   for (int step = 0; step < steps; ++step) {
     const char* rows[per];
     for (int i = 0; i < per; ++i) {
@@ -157,14 +157,14 @@ inline void value_panels(const Rows& x, const Shape& s, int64_t b, int64_t h, in
       rows[i] = j < n ? x.row(b, h, first + j) : nullptr;
     }
     for (int64_t d = 0; d < width; d += kLanes) {
-      F16 r[per];
+      F32x16 r[per];
       for (int i = 0; i < per; ++i) {
         r[i] = rows[i] && d < s.Dv ? value_lanes<kType>(x, rows[i], d, s.Dv) : zero();
         if constexpr (!is_integer(P)) r[i] = r[i] * f;
         // Signed bytes as the unsigned numbers that have their bits.
-        if constexpr (per == 4) r[i] = select(less(r[i], zero()), r[i] + all(256.0f), r[i]);
+        if constexpr (per == 4) r[i] = select(less(r[i], zero()), r[i] + broadcast(256.0f), r[i]);
       }
-      I16 word;
+      I32x16 word;
       if constexpr (P == Product::f32)
         word = as_words(r[0]);
       else if constexpr (P == Product::bf16)
@@ -218,7 +218,7 @@ inline Words value_words(const Rows& x, const Shape& s, int64_t b, int64_t h, in
   }
   if constexpr (P == Product::bf16 || P == Product::u8i8) {
     const bool same_type = P == Product::u8i8 || (x.dtype == Dtype::bf16 && factor == 1.0f);
-    if (whole && same_type && lies_together(x)) {
+    if (whole && same_type && has_dense_rows(x)) {
       using T = std::conditional_t<P == Product::bf16, uint16_t, uint8_t>;
       value_panels_as_stored<T>(x.row(b, h, i_k * kBlockK), x.stride_l, s.Dv,
                                 value_panel_bytes(P) / 4, words);

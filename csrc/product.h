@@ -8,9 +8,9 @@
 #include "args.h"
 
 #if defined(__clang__)
-#define SPARGE_APART __attribute__((noinline))
+#define SPARGE_NOINLINE __attribute__((noinline))
 #else
-#define SPARGE_APART __attribute__((noinline, noclone))
+#define SPARGE_NOINLINE __attribute__((noinline, noclone))
 #endif
 
 namespace sparge {
@@ -61,17 +61,17 @@ inline void to_panels(const float* rows, int64_t apart, int64_t m, int steps, fl
 
 template <Product P>
 struct Acc {
-  using T = F16;
-  static F16 none() { return zero(); }
-  static F16 get(const float* p) { return load(p); }
-  static void put(float* p, F16 a) { store(p, a); }
+  using T = F32x16;
+  static F32x16 none() { return zero(); }
+  static F32x16 get(const float* p) { return load(p); }
+  static void put(float* p, F32x16 a) { store(p, a); }
 };
 template <>
 struct Acc<Product::i16> {
-  using T = I16;
-  static I16 none() { return izero(); }
-  static I16 get(const float* p) { return iload(reinterpret_cast<const int32_t*>(p)); }
-  static void put(float* p, I16 a) { istore(reinterpret_cast<int32_t*>(p), a); }
+  using T = I32x16;
+  static I32x16 none() { return izero(); }
+  static I32x16 get(const float* p) { return iload(reinterpret_cast<const int32_t*>(p)); }
+  static void put(float* p, I32x16 a) { istore(reinterpret_cast<int32_t*>(p), a); }
 };
 template <>
 struct Acc<Product::u8i8> : Acc<Product::i16> {};
@@ -94,7 +94,7 @@ inline typename Acc<P>::T mad(typename Acc<P>::T acc, const char* a, B b) {
 // One panel. Neither inlined nor cloned: the loop wants every register for itself, and the rows
 // are written out (unrolled) so that the compiler keeps the accumulators in them.
 template <Product P, bool kAdd>
-SPARGE_APART void product_panel(const char* a, const float* b, int steps, float* c) {
+SPARGE_NOINLINE void product_panel(const char* a, const float* b, int steps, float* c) {
   using A = Acc<P>;
   typename A::T acc[kRowsAtOnce];
 #pragma GCC unroll 16

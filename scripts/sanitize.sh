@@ -40,7 +40,7 @@ rm -rf "$reports"
 mkdir -p "$reports"
 library=$PWD/$build/_cpu.so
 sanitized "$library" python -c "
-from sparge import native
+from sparge.backends.cpu import library as native
 assert native.why_missing() is None, native.why_missing()
 print('sanitized:', ', '.join(native.available()))"
 
@@ -50,9 +50,9 @@ rm -rf "$broken/source"
 mkdir -p "$broken/source"
 cp -r CMakeLists.txt csrc "$broken/source"
 sed -i 's/for (; i + kLanes <= n; i += kLanes) store(out/for (; i < n; i += kLanes) store(out/' \
-  "$broken/source/csrc/rows.h"
-if cmp -s csrc/rows.h "$broken/source/csrc/rows.h"; then
-  echo "sanitize: no fault could be planted; csrc/rows.h has changed" >&2
+  "$broken/source/csrc/read_rows.h"
+if cmp -s csrc/read_rows.h "$broken/source/csrc/read_rows.h"; then
+  echo "sanitize: no fault could be planted; csrc/read_rows.h has changed" >&2
   exit 1
 fi
 # One instruction set shows it, and compiles in seconds.

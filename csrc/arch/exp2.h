@@ -39,12 +39,12 @@ struct Exp2Terms<6, true> {
 // reads it rounds it away, something no larger than 2^-125.
 // `kTimes` is a factor, for nothing: it is in the coefficients.
 template <int kDegree, bool kExactZero = true, int kTimes = 1>
-inline F16 exp2(F16 x) {
+inline F32x16 exp2(F32x16 x) {
   using Terms = Exp2Terms<kDegree, kSplitFloors>;
-  F16 whole;
-  const F16 f = split(x, &whole);
-  F16 p = all(Terms::c[kDegree] * kTimes);
-  for (int k = kDegree - 1; k >= 0; --k) p = fma(p, f, all(Terms::c[k] * kTimes));
+  F32x16 whole;
+  const F32x16 f = split(x, &whole);
+  F32x16 p = broadcast(Terms::c[kDegree] * kTimes);
+  for (int k = kDegree - 1; k >= 0; --k) p = fma(p, f, broadcast(Terms::c[k] * kTimes));
   return raise<kExactZero>(p, whole, x);
 }
 

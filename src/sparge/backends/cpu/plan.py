@@ -1,4 +1,4 @@
-"""Prediction and selection in the native core (csrc/plan.h, select.h and check.h)."""
+"""Prediction and selection in the native core (csrc/predict.h, select.h and budget.h)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from torch import Tensor
 
 from ...blockplan import BlockPlan
 from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...qtensor import Operands, QTensor
-from ...recipe import PRECISIONS, PREDICTORS, KeepError, KeepFraction, KeepMass, Recipe, heads_of
+from ...qtensor import Operands
+from ...recipe import (
+    PRECISIONS,
+    PREDICTORS,
+    KeepAll,
+    KeepError,
+    KeepFraction,
+    KeepMass,
+    Recipe,
+    heads_of,
+)
 from ...tokenmask import TokenMask
 from ..budget import checked_rows, masses_of, take_step
 from ..forced import forced_blocks
@@ -45,19 +54,76 @@ def plan_from(
     value: Tensor | None = None,
 ) -> BlockPlan:
     """The plan of statistics that were made before; `KeepError` reads the caller's value."""
-    q = operands.query.codes if isinstance(operands.query, QTensor) else operands.query
-    B, Hq = q.shape[:2]
-    n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
-    counts = q.new_empty((B, Hq, n_q), dtype=torch.int32)
-    indices = q.new_empty((B, Hq, n_q, n_k), dtype=torch.int32)
+    facts: dict[str, Any] = {"scale": scale, "recipe": recipe}
+    mass = predict(operands, statistics, tokens, **facts)
+    return select(operands, statistics, mass, tokens, value=value, **facts)
+
+
+def predict(
+    operands: Operands, statistics: Statistics, tokens: TokenMask, *, scale: float, recipe: Recipe
+) -> Tensor | None:
+    """The mass map, fp32 `[B, Hq, n_q, n_k]`; None for `KeepAll`, which needs none."""
+    if isinstance(recipe.keep, KeepAll):
+        return None
+    q, _, _ = parts_of(operands.query)
+    mass = q.new_empty(_map_shape(q, tokens), dtype=torch.float32)
+    native.ops().predict(
+        *_scored(operands, scale, recipe),
+        statistics.q_pooled,
+        statistics.k_pooled,
+        statistics.k_similarity,
+        _min_similarity(recipe, q.shape[1]),
+        *_pairs(tokens),
+        PREDICTORS.index(recipe.predictor),
+        recipe.sample_rows,
+        mass,
+        native.isa_number(),
+    )
+    return mass
+
+
+def select(
+    operands: Operands,
+    statistics: Statistics,
+    mass: Tensor | None,
+    tokens: TokenMask,
+    *,
+    scale: float,
+    recipe: Recipe,
+    value: Tensor | None,
+) -> BlockPlan:
+    """The kept blocks, from the mass map."""
+    q, _, _ = parts_of(operands.query)
+    indices = q.new_empty(_map_shape(q, tokens), dtype=torch.int32)
+    counts = q.new_empty(indices.shape[:3], dtype=torch.int32)
     allowed = torch.empty_like(counts)
+    forced = forced_blocks(tokens, recipe, q.device)
     error = None
     if isinstance(recipe.keep, KeepError):
+        assert mass is not None
         assert value is not None
-        args = (statistics, tokens, scale, recipe)
-        error = _plan_by_error(operands, value, *args, counts, indices, allowed)
+        scored = _scored(operands, scale, recipe)
+        error = _select_by_error(
+            scored, value, mass, tokens, recipe, forced, counts, indices, allowed
+        )
     else:
-        _plan(operands, statistics, tokens, scale, recipe, counts, indices, allowed)
+        keep, amount = _amount(recipe, q.shape[1])
+        native.ops().select(
+            mass,
+            keep,
+            torch.tensor(amount, dtype=torch.float64),
+            statistics.q_similarity,
+            statistics.k_similarity,
+            _min_similarity(recipe, q.shape[1]),
+            forced,
+            *_pairs(tokens),
+            tokens.Lq,
+            tokens.Lk,
+            counts,
+            indices,
+            allowed,
+            native.isa_number(),
+        )
     return BlockPlan(
         counts,
         indices,
@@ -71,73 +137,33 @@ def plan_from(
     ).trust()
 
 
-def _plan(
-    operands: Operands,
-    statistics: Statistics,
-    tokens: TokenMask,
-    scale: float,
-    recipe: Recipe,
-    counts: Tensor,
-    indices: Tensor,
-    allowed: Tensor,
-) -> None:
-    q, k, scales = _scored(operands)
-    keep, amount = _amount(recipe, q.shape[1])
-    least = recipe.min_similarity
-    judge = None if least is None else torch.tensor(heads_of(least, q.shape[1], none=-1.0))
-    native.ops().plan(
-        q,
-        k,
-        *scales,
-        statistics.q_pooled,
-        statistics.k_pooled,
-        statistics.q_similarity,
-        statistics.k_similarity,
-        judge,
-        torch.tensor(amount, dtype=torch.float64),
-        *_where(tokens, recipe, q.device),
-        PREDICTORS.index(recipe.predictor),
-        keep,
-        PRECISIONS.index(recipe.precision),
-        scale,
-        recipe.sample_rows,
-        counts,
-        indices,
-        allowed,
-        native.isa_number(),
-    )
-
-
-def _plan_by_error(
-    operands: Operands,
+def _select_by_error(
+    scored: tuple[Any, ...],
     value: Tensor,
-    statistics: Statistics,
+    mass: Tensor,
     tokens: TokenMask,
-    scale: float,
     recipe: Recipe,
+    forced: Tensor,
     counts: Tensor,
     indices: Tensor,
     allowed: Tensor,
 ) -> Tensor:
-    """Every step measured in one pass, then the lists of the one that each head takes."""
-    q, k, scales = _scored(operands)
+    """Measures the error of every step in one pass, then writes the lists of each head's step."""
     assert isinstance(recipe.keep, KeepError)
-    masses = torch.tensor(masses_of(recipe.keep, q.shape[1]), dtype=torch.float64)
-    whole = q.new_empty(q.shape[:2], dtype=torch.float64)
-    wrong = q.new_empty((*q.shape[:2], masses.shape[1]), dtype=torch.float64)
-    native.ops().plan_steps(
-        q,
-        k,
-        value,
-        *scales,
-        statistics.q_pooled,
-        statistics.k_pooled,
+    query, key, *scoring = scored
+    masses = torch.tensor(masses_of(recipe.keep, mass.shape[1]), dtype=torch.float64)
+    wrong = mass.new_empty((*mass.shape[:2], masses.shape[1]), dtype=torch.float64)
+    whole = mass.new_empty(mass.shape[:2], dtype=torch.float64)
+    native.ops().select_steps(
+        mass,
         masses,
+        query,
+        key,
+        value,
+        *scoring,
         torch.tensor(checked_rows(tokens.Lq, recipe.sample_rows)),
-        *_where(tokens, recipe, q.device),
-        PRECISIONS.index(recipe.precision),
-        scale,
-        recipe.sample_rows,
+        forced,
+        *_pairs(tokens),
         wrong,
         whole,
         indices,
@@ -149,17 +175,26 @@ def _plan_by_error(
     return error
 
 
-def _scored(operands: Operands) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """What rows are scored with: codes or tensors of q and k, and the scales of both."""
+def _map_shape(query: Tensor, tokens: TokenMask) -> tuple[int, int, int, int]:
+    B, Hq = query.shape[:2]
+    return B, Hq, n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
+
+
+def _scored(operands: Operands, scale: float, recipe: Recipe) -> tuple[Any, ...]:
+    """What exact scores are computed from: q and k or their codes, scales, precision, scale."""
     q, *q_scale = parts_of(operands.query)
     k, *k_scale = parts_of(operands.key)
-    return q, k, (*q_scale, *k_scale)
+    return q, k, *q_scale, *k_scale, PRECISIONS.index(recipe.precision), scale
 
 
-def _where(tokens: TokenMask, recipe: Recipe, device: torch.device) -> tuple[Any, ...]:
-    """Which blocks must be kept, and which pairs may attend."""
-    forced = forced_blocks(tokens, recipe, device).to(torch.int8)
-    return forced, tokens.attn_mask, kinds_of(tokens), tokens.is_causal, tokens.offset
+def _pairs(tokens: TokenMask) -> tuple[Any, ...]:
+    """Which pairs may attend."""
+    return tokens.attn_mask, kinds_of(tokens), tokens.is_causal, tokens.offset
+
+
+def _min_similarity(recipe: Recipe, Hq: int) -> Tensor | None:
+    least = recipe.min_similarity
+    return None if least is None else torch.tensor(heads_of(least, Hq, none=-1.0))
 
 
 def _amount(recipe: Recipe, Hq: int) -> tuple[int, list[float]]:

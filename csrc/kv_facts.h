@@ -1,5 +1,5 @@
-// What attend must know of K and V before it begins, block by block: whether all is finite, the
-// largest value, sums of key codes; and V transposed for the tile unit.
+// Facts about K and V that attend needs before it starts, one key block at a time: whether all of
+// it is finite, the largest |v|, sums of key codes; and V transposed for the tile unit.
 #pragma once
 
 #include "operands.h"
@@ -23,7 +23,7 @@ inline bool half_in_f32(const AttendArgs& a) {
   return a.precision == Precision::half && a.value.dtype == Dtype::f16;
 }
 
-bool wants_code_sums(const AttendArgs& a) {
+bool needs_code_sums(const AttendArgs& a) {
   return kScoresInt8 == Product::u8i8 && a.key.dtype == Dtype::i8;
 }
 
@@ -34,7 +34,7 @@ int64_t v_tile_bytes(const AttendArgs& a) {
   return width * kBlockK * (a.precision == Precision::int8_fast ? 1 : 2);
 }
 
-void look_at_block(const AttendArgs& a, int64_t task, uint8_t* finite, float* largest,
+void find_kv_facts(const AttendArgs& a, int64_t task, uint8_t* finite, float* largest,
                    int32_t* code_sums) {
   const Shape& s = a.shape;
   const int64_t n = s.n_k(), bh = task / n, b = bh / s.Hk, h = bh % s.Hk,
@@ -75,7 +75,7 @@ void look_at_block(const AttendArgs& a, int64_t task, uint8_t* finite, float* la
 }
 
 // [width][64 keys] of one block, bf16 or codes.
-void tile_value(const AttendArgs& a, int64_t task, char* v_tiles) {
+void transpose_value(const AttendArgs& a, int64_t task, char* v_tiles) {
   if constexpr (kTiles) {
     const Shape& s = a.shape;
     const int64_t n = s.n_k(), bh = task / n, b = bh / s.Hk, h = bh % s.Hk;
@@ -84,7 +84,7 @@ void tile_value(const AttendArgs& a, int64_t task, char* v_tiles) {
     const bool bytes = a.precision == Precision::int8_fast;
     const int per = bytes ? 4 : 2;
     const bool half = rounds_to_half(a.precision, a.value.dtype);
-    const F16 factor = all(a.v_factor[bh]);
+    const F32x16 factor = broadcast(a.v_factor[bh]);
     char* out = v_tiles + task * a.v_tiles_block;
     alignas(64) float rows[4][kMaxDim];
     alignas(64) int32_t words[kLanes * kMaxDim];
@@ -97,11 +97,11 @@ void tile_value(const AttendArgs& a, int64_t task, char* v_tiles) {
           if (l < stop) read_row(a.value, a.value.row(b, h, l), s.Dv, rows[i]);
         }
         for (int64_t d = 0; d < width; d += kLanes) {
-          F16 r[4];
+          F32x16 r[4];
           for (int i = 0; i < per; ++i) {
             r[i] = load(rows[i] + d);
             if (bytes)
-              r[i] = select(less(r[i], zero()), r[i] + all(256.0f), r[i]);
+              r[i] = select(less(r[i], zero()), r[i] + broadcast(256.0f), r[i]);
             else
               r[i] = (half ? half_of(r[i]) : r[i]) * factor;
           }
