@@ -47,7 +47,7 @@ inline void write_lanes(const float* lanes, int64_t n, int64_t D, float* out) {
 }
 
 struct BackwardScratch {
-  Block a, b;  // of D and of Dv numbers
+  Block a, b;  // rows of D and of Dv numbers
   float *queries, *grads, *scores, *dp, *sum, *sum2;
   GroupState* groups;
   GroupMask* mask;
@@ -218,7 +218,7 @@ void backward_key(const BackwardArgs& a, int64_t task, char* scratch) {
         }
         F32x16 x = load(p_row) * broadcast(factor);
         if (masked) {
-          // The mask of one row over 16 keys: lanes are keys here.
+          // The mask of one row over 16 keys; lanes are keys here.
           alignas(64) float bias[kLanes] = {};
           Lanes may = 0;
           const TokenMask& m = a.tokens;

@@ -19,13 +19,13 @@ constexpr int kMaxBudgetGroups = 4;  // groups of 16 rows that share one pass ov
 
 // Rows of P, [key][16], times 16 channels of V, each row added to its own sums. Not inlined, for
 // the same reason as product_panel.
-SPARGE_NOINLINE inline void add_weighted_values(const float* p, const float* v, int64_t apart,
+SPARGE_NOINLINE inline void add_weighted_values(const float* p, const float* v, int64_t pitch,
                                                 float* const* sums, int64_t d) {
   F32x16 acc[kRowsAtOnce];
 #pragma GCC unroll 16
   for (int m = 0; m < kRowsAtOnce; ++m) acc[m] = load(sums[m] + d);
   for (int j = 0; j < kBlockK; ++j) {
-    const F32x16 x = load(v + j * apart + d);
+    const F32x16 x = load(v + j * pitch + d);
 #pragma GCC unroll 16
     for (int m = 0; m < kRowsAtOnce; ++m)
       acc[m] = mad_f32(acc[m], reinterpret_cast<const char*>(p + j * kLanes + m), x);
@@ -95,20 +95,20 @@ struct StepErrors {
     for (int64_t j = 0; j < s.n_k(); ++j) {
       Words key{};
       const float* value = nullptr;
-      int64_t apart = width;
+      int64_t pitch = width;
       for (int64_t g = 0; g < n_groups; ++g) {
         const Kind kind = rows[g].kind(j);
         if (kind == kExcluded) continue;
         if (!key.data) {
           key = rows[g].key(j, keys);
-          value = value_rows(rows[g].h_k, j, &apart);
+          value = value_rows(rows[g].h_k, j, &pitch);
         }
         const F32x16 most = rows[g].score(key, j, kind);
         if (needs_rescale(states[g], most)) rescale(g, move_shift(&states[g], most));
         store(states[g].row_max, max_or_nan(load(states[g].row_max), most));
         const F32x16 sum = exponentials<Product::f32, 6>(scores, 0, kBlockK, load(states[g].shift),
                                                          scores, zero());
-        add_to_steps(g, j, sum, value, apart);
+        add_to_steps(g, j, sum, value, pitch);
       }
     }
   }
@@ -125,22 +125,22 @@ struct StepErrors {
     }
   }
 
-  // One block of V as fp32 rows, `apart` numbers from each other; in place where possible.
-  const float* value_rows(int64_t h_k, int64_t i_k, int64_t* apart) const {
+  // One block of V as fp32 rows, `pitch` numbers from each other; in place where possible.
+  const float* value_rows(int64_t h_k, int64_t i_k, int64_t* pitch) const {
     const int64_t start = i_k * kBlockK, n = s.Lk - start < kBlockK ? s.Lk - start : kBlockK;
     const char* in_place = a.value.row(b, h_k, start);
     if (n == kBlockK && s.Dv == width && a.value.dtype == Dtype::f32 && has_dense_rows(a.value)) {
-      *apart = a.value.stride_l / 4;
+      *pitch = a.value.stride_l / 4;
       return reinterpret_cast<const float*>(in_place);
     }
-    *apart = width;
+    *pitch = width;
     for (int64_t j = 0; j < n; ++j)
       read_row(a.value, a.value.row(b, h_k, start + j), s.Dv, values + j * width);
     std::memset(values + n * width, 0, size_t((kBlockK - n) * width) * 4);
     return values;
   }
 
-  void add_to_steps(int64_t group, int64_t i_k, F32x16 sum, const float* value, int64_t apart) {
+  void add_to_steps(int64_t group, int64_t i_k, F32x16 sum, const float* value, int64_t pitch) {
     alignas(64) float own_sum[kLanes];
     store(own_sum, sum);
     for (int first_row = 0; first_row < rows_in(group); first_row += kRowsAtOnce) {
@@ -156,7 +156,7 @@ struct StepErrors {
         sums_of(group, i)[step] += own_sum[i];
       }
       for (int64_t d = 0; d < width; d += kLanes)
-        add_weighted_values(scores + first_row, value, apart, into, d);
+        add_weighted_values(scores + first_row, value, pitch, into, d);
     }
   }
 

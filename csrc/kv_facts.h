@@ -18,7 +18,7 @@ constexpr Product kScoresHalf = kTiles      ? Product::tile_bf16
 constexpr Product kOutHalf = kScoresHalf;
 constexpr Product kOutFast = kTiles ? Product::tile_u8 : kHasBytes ? Product::u8i8 : Product::i16;
 
-// fp16 keeps its digits: products of bf16 would lose three of them.
+// fp16 is computed in fp32: bf16 products would lose three bits.
 inline bool half_in_f32(const AttendArgs& a) {
   return a.precision == Precision::half && a.value.dtype == Dtype::f16;
 }
@@ -27,7 +27,7 @@ bool needs_code_sums(const AttendArgs& a) {
   return kScoresInt8 == Product::u8i8 && a.key.dtype == Dtype::i8;
 }
 
-// Bytes of one key block of transposed V; 0 where V is read as it lies.
+// Bytes of one key block of transposed V; 0 where V is read in place.
 int64_t v_tile_bytes(const AttendArgs& a) {
   if (!kTiles || a.precision == Precision::exact || half_in_f32(a)) return 0;
   const int64_t width = round_up(a.shape.Dv, 2 * kLanes);
@@ -62,7 +62,7 @@ void find_kv_facts(const AttendArgs& a, int64_t task, uint8_t* finite, float* la
   }
   if (a.v_scale)
     for (int64_t d = 0; d < s.Dv; ++d) {
-      // A little more than the codes reach, for their rounding.
+      // A little above 127 scales, for rounding.
       const float scale = a.v_scale[task * s.Dv + d];
       const double x = double(scale) * 127.0001;
       if (!(scale < INFINITY))
@@ -88,7 +88,7 @@ void transpose_value(const AttendArgs& a, int64_t task, char* v_tiles) {
     char* out = v_tiles + task * a.v_tiles_block;
     alignas(64) float rows[4][kMaxDim];
     alignas(64) int32_t words[kLanes * kMaxDim];
-    // 16 words of keys at a time: interleave the rows of a word, then turn 16 x 16 over.
+    // 16 words of keys at a time: interleave the rows of a word, then transpose 16 x 16.
     for (int64_t first = 0; first < kBlockK; first += kLanes * per) {
       for (int w = 0; w < kLanes; ++w) {
         for (int i = 0; i < per; ++i) {

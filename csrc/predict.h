@@ -158,7 +158,7 @@ struct Predictions {
     for (int64_t j = 0; j < end; ++j) {
       const F32x16 weight = exp2<6>(load(block_max + j * kLanes) - shift);
       const F32x16 sum = load(block_sum + j * kLanes);
-      // A block without a maximum holds nothing, unless it holds NaN.
+      // A block without a maximum has no mass, unless it has NaN.
       const F32x16 mass =
           select(less(broadcast(-INFINITY), load(block_max + j * kLanes)), sum * weight, sum);
       store(block_sum + j * kLanes, mass);

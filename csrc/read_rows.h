@@ -56,7 +56,7 @@ inline F32x16 read_lanes(const char* p) {
   if constexpr (kType == Dtype::i8) return load_i8(reinterpret_cast<const int8_t*>(p));
 }
 
-// f<type>(): the choice is made once, outside of the loops.
+// Calls f with the dtype as a constant, so that the choice is outside of the loops.
 template <class F>
 inline void with_dtype(Dtype dtype, F f) {
   switch (dtype) {
@@ -73,7 +73,7 @@ inline void with_dtype(Dtype dtype, F f) {
 
 inline bool has_dense_rows(const Rows& x) { return x.stride_d == bytes_of(x.dtype); }
 
-// n numbers of a row; `out` has room for a multiple of 16, and what is behind n becomes 0.
+// n numbers of a row; `out` has room for a multiple of 16, zeros after n.
 inline void read_row(const Rows& x, const char* row, int64_t n, float* out) {
   int64_t i = 0;
   if (has_dense_rows(x))
@@ -100,12 +100,11 @@ inline void write_row(char* out, Dtype dtype, int64_t n, const float* x) {
   for (; i < n; ++i) write_one(out + i * bytes_of(dtype), dtype, x[i]);
 }
 
-// What the 16-bit precisions compute with: fp32 rounded to bf16, its largest numbers to the
-// largest of bf16.
+// fp32 rounded to bf16, as the 16-bit precisions use it; finite numbers stay finite.
 inline F32x16 half_of(F32x16 x) {
   constexpr float most = 3.3895313892515355e38f;
   const F32x16 lowered = max(broadcast(-most), min(broadcast(most), x));
-  // min and max give their second operand for NaN; infinities stay what they are.
+  // min and max return their second operand for NaN; infinities are kept.
   const Lanes infinite = at_least(abs(x), broadcast(INFINITY));
   const F32x16 bounded = select(infinite, x, lowered);
   alignas(64) uint16_t half[kLanes];

@@ -11,7 +11,8 @@
 namespace sparge {
 namespace {
 
-// Marks in `kept` the chosen of the n blocks that may be attended. `mass` is finite and >= 0.
+// Sets `kept` for the selected blocks, among the n blocks that may be attended. `mass` is finite
+// and not negative.
 inline void select_blocks(const float* mass, const uint8_t* may, int64_t n, Keep keep,
                           double amount, int64_t allowed, uint8_t* kept) {
   if (keep == Keep::mass && amount >= 1.0) {
@@ -61,7 +62,7 @@ inline void select_blocks(const float* mass, const uint8_t* may, int64_t n, Keep
     known |= 255u << shift;
     prefix |= uint32_t(bucket) << shift;
   }
-  // Everything above the last mass, and as many equal to it as are needed, smaller index first.
+  // All masses above the last one, and as many equal to it as are needed, smaller index first.
   float last;
   std::memcpy(&last, &prefix, 4);
   for (int64_t j = 0; j < n; ++j)
@@ -75,14 +76,14 @@ inline void select_blocks(const float* mass, const uint8_t* may, int64_t n, Keep
   }
 }
 
-// The first of the rising `masses` whose selection keeps a block, for the n blocks that may be
-// attended; n_steps where none does. `order` and `spare` have room for n numbers each.
+// For each of the n blocks that may be attended: the first of the ascending `masses` whose
+// selection keeps it, or n_steps. `order` and `spare` have room for n numbers each.
 inline void first_steps(const float* mass, const uint8_t* may, int64_t n, const double* masses,
                         int n_steps, int32_t* order, int32_t* spare, int32_t* out) {
   int64_t count = 0;
   for (int64_t j = 0; j < n; ++j)
     if (may[j]) order[count++] = int32_t(j);
-  // Sorted byte by byte, largest first; each pass keeps the order of equals.
+  // A radix sort, largest first; each pass is stable.
   for (int shift = 0; shift < 32; shift += 8) {
     int32_t starts[257] = {};
     auto bucket = [&](int32_t j) {

@@ -12,10 +12,10 @@
 namespace sparge {
 namespace {
 
-// Rows are lowered by this before they are added, so that a sum of finite rows is finite.
+// Rows are scaled by this before they are added, so that a sum of finite rows is finite.
 constexpr float kLowered = 1.0f / kBlockQ;
 
-// Sum of some rows, lowered; the caller adds blocks up in fp64.
+// Scaled sum of some rows; the caller adds the sums of blocks in fp64.
 void sum_rows(const Rows& x, int64_t b, int64_t h, int64_t start, int64_t stop, int64_t D,
               float* sum) {
   int64_t d = 0;
@@ -41,28 +41,28 @@ struct Largest {
   F32x16 most = zero(), lost = zero();
   void add(F32x16 x) {
     most = max(abs(x), most);
-    lost = fma(x, zero(), lost);  // NaN from the first that is not finite
+    lost = fma(x, zero(), lost);  // NaN once a number is not finite
   }
   Lanes finite() const { return at_least(lost, lost); }
   float value() const { return finite() == kAllLanes ? lane_max(most) : NAN; }
 };
 
-// NaN where the row is not finite.
+// The largest |x| of a row; NaN if the row is not finite.
 inline float largest_of(const float* row, int64_t width) {
   Largest largest;
   for (int64_t d = 0; d < width; d += kLanes) largest.add(load(row + d));
   return largest.value();
 }
 
-// round(x / scale), in -127 … 127, for |x| of at most 127 scales. A product with 1 / scale is off
-// by less than 2⁻¹⁵: what it says holds, unless it lies as near to a tie or 1 / scale overflowed.
+// round(x / scale), in -127 … 127, for |x| of at most 127 scales. x · (1 / scale) is off by less
+// than 2⁻¹⁵; the division is needed only near a tie, or if 1 / scale overflowed.
 inline F32x16 code_of(F32x16 x, F32x16 scale, F32x16 inverse) {
   const F32x16 y = x * inverse, code = round(y);
   if (less(abs(y - code), broadcast(0.5f - 0x1p-15f)) == kAllLanes) return code;
   return max(broadcast(-127.0f), min(broadcast(127.0f), round(x / scale)));
 }
 
-// 16 codes of a row of D from d on, and none behind it.
+// Stores 16 codes of a row from d on, but none after D.
 inline void store_codes(int8_t* row, int64_t d, int64_t D, F32x16 code) {
   if (d + kLanes <= D) return store_i8(row + d, code);
   alignas(64) int8_t last[kLanes];
@@ -94,11 +94,11 @@ inline float dot(const float* a, const float* b, int64_t width) {
   return lane_sum(sum);
 }
 
-// Adds x / ||x|| to the sum of unit rows; divided by its largest entry first, so that squares
-// neither overflow nor vanish. A zero row adds nothing.
+// Adds x / ||x|| to the sum of unit rows. x is divided by its largest entry first, so that squares
+// neither overflow nor underflow. A zero row adds nothing.
 inline void add_unit(const float* row, int64_t width, float largest, float* units) {
   if (largest == 0.0f) return;
-  const float lift = largest < 0x1p-60f ? 0x1p60f : 1.0f;  // or 1 / largest may overflow
+  const float lift = largest < 0x1p-60f ? 0x1p60f : 1.0f;  // else 1 / largest may overflow
   const F32x16 lifts = broadcast(lift), inverse = broadcast(1.0f / (largest * lift));
   F32x16 squares = zero();
   for (int64_t d = 0; d < width; d += kLanes) {

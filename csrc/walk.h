@@ -1,8 +1,8 @@
-// The pieces of attention of one query block over its kept key blocks.
+// The steps of attention of one query block over its kept key blocks; attend.h schedules them.
 //
-// The block's 128 queries are 8 row groups of 16 lanes, walked in units: one group, or two where
-// the tile unit multiplies. Key blocks come in chunks: one block, or several where accumulators
-// travel through memory and should do so rarely. attend.h puts the pieces in order.
+// The block's 128 queries are 8 row groups of 16 lanes, processed in units: one group, or two with
+// the tile unit. Key blocks are processed in chunks: one block, or four with the tile unit, whose
+// accumulators are loaded and stored once per chunk.
 #pragma once
 
 #include "arena.h"
@@ -97,7 +97,7 @@ struct Walk {
         if (a.q_scale.data) {
           state.q_factor[i] = a.q_scale.of(query_head(), row) * factor;
         } else {
-          // A query that is not finite makes its row NaN, even one that attends nothing.
+          // A query that is not finite makes its row NaN, even if it attends nothing.
           alignas(64) float numbers[kMaxDim];
           read_row(a.query, rows[n - 1], shape.D, numbers);
           if (!(largest_of(numbers, round_up(shape.D, kLanes)) < INFINITY)) state.q_factor[i] = NAN;
@@ -126,8 +126,8 @@ struct Walk {
     }
   }
 
-  // One part of a later block on its way from memory: kept blocks lie apart, where no hardware
-  // sees them coming. As far as the second cache; the first is full of what is at work.
+  // Prefetches one part of a later block. Kept blocks are not adjacent, so that hardware does not
+  // prefetch them. Into the second-level cache: the first is full of what is being used.
   void fetch(int64_t i_k, int part, int parts) const {
     const int64_t n = kBlockK / parts, first = i_k * kBlockK + part * n;
     for (int64_t l = first; l < first + n && l < shape.Lk; ++l) {
@@ -140,13 +140,14 @@ struct Walk {
                   bytes);
     }
   }
-  // Rows whose numbers lie apart are left alone: they would be many lines.
+  // Rows that are not dense would be too many cache lines.
   static int64_t row_bytes(const Rows& x, int64_t n) {
     return has_dense_rows(x) ? n * x.stride_d : 0;
   }
   static void fetch_bytes(const char* p, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 2);
-    // gcc believes that this has no effect, and without the next line drops every call of `fetch`.
+    // gcc assumes that prefetching has no effect, and without this line drops every call of
+    // `fetch`.
     __asm__ volatile("");
   }
 
@@ -162,7 +163,8 @@ struct Walk {
     return room;
   }
 
-  // Masks of a step, made before its scores are scaled. False if no row of the unit may attend.
+  // The masks of a step, needed before its scores are scaled. False if no row of the unit may
+  // attend.
   bool mask_step(int unit, const Slot& slot, int parity) {
     if (!slot.masked) {
       for (int u = 0; u < kUnit; ++u) groups[unit * kUnit + u].may = kAllLanes;
@@ -188,8 +190,8 @@ struct Walk {
     if constexpr (kTile) {
       tile_scores<QK>(slot.key, quarter, q, q_steps, scores_of(parity, 0), scores_of(parity, 1));
     } else {
-      const Words key{slot.key.data + quarter * (16 / kRowsAtOnce) * slot.key.apart,
-                      slot.key.apart};
+      const Words key{slot.key.data + quarter * (16 / kRowsAtOnce) * slot.key.pitch,
+                      slot.key.pitch};
       float* c = scores_of(parity, 0) + quarter * 16 * kLanes;
       if constexpr (QK == Product::u8i8) {
         const int32_t* sums = a.code_sums + key_head() * shape.Lk;
@@ -203,7 +205,7 @@ struct Walk {
     }
   }
 
-  // Products become scores; the maximum is gathered in block_max.
+  // Turns products into scores; block_max receives their maximum.
   void scale(int unit, const Slot& slot, int parity, int quarter, const float* k_scale) {
     for (int u = 0; u < kUnit; ++u) {
       const F32x16 before = quarter ? load(block_max[parity][u]) : broadcast(-INFINITY);
@@ -215,10 +217,10 @@ struct Walk {
     }
   }
 
-  // The second filter, and the shift where a maximum rose. Gives the groups that go on, as bits.
-  // `before_rise(unit)` finishes what was made under the old shift.
+  // Applies the second filter, and moves the shift where needed. Returns the groups that continue,
+  // as bits. `before_rescale(unit)` accumulates what was computed with the old shift.
   template <class F>
-  unsigned decide(int unit, int parity, bool attends, F before_rise) {
+  unsigned decide(int unit, int parity, bool attends, F before_rescale) {
     const float pv_skip = a.pv_skip ? a.pv_skip[h] : INFINITY;
     unsigned active = 0;
     for (int u = 0; u < kUnit; ++u) {
@@ -231,7 +233,7 @@ struct Walk {
       } else if (attends) {
         active |= 1u << u;
         if (needs_rescale(g, most)) {
-          before_rise(unit);
+          before_rescale(unit);
           rescale_rows(acc_of(i), width, move_shift(&g, most));
         }
       }
@@ -256,7 +258,7 @@ struct Walk {
     if constexpr (kFast) {
       store(p_scale[p_parity][slot][u], sum);
       if (to < kBlockK) return;
-      // What a code is worth beside the other blocks of its row.
+      // The value of one code, relative to the row's shift.
       const F32x16 most = load(block_max[parity][u]);
       const Lanes some = less(broadcast(-INFINITY), most);
       const F32x16 weight =
@@ -268,7 +270,7 @@ struct Walk {
     }
   }
 
-  // 8-bit sums of one block join the accumulator.
+  // Adds the 8-bit sums of one block to the accumulator.
   void join(int g, const float* c, const float* p_weight, const float* v_scale, int64_t from,
             int64_t to) {
     const F32x16 weight = load(p_weight);
@@ -302,7 +304,7 @@ struct Walk {
       float* o = acc_of(g);
       for (int64_t d = 0; d < width; ++d) {
         const F32x16 x = load(o + d * kLanes) * inverse * broadcast(back);
-        // An average exceeds none of its values, however it was rounded; NaN passes.
+        // Rounding must not make an average exceed the largest value; NaN is kept.
         store(o + d * kLanes, max(broadcast(-bound), min(broadcast(bound), x)));
       }
       for (int64_t d = 0; d < shape.Dv; d += kLanes)

@@ -495,7 +495,7 @@ def mutated(draw, value):
         return torch.zeros((), dtype=dtype).expand(shape)
     if how == "numbers" and value is not None:
         x = value.clone()
-        wild = [0, 1, 2, -1, 127, 2**30, -(2**31), float("nan"), float("inf"), -1e300]
+        wild = [0, 1, 2, -1, 127, 2**30, -(2**31), float("nan"), float("inf"), -1e30]
         fits = [n for n in wild if dtype.is_floating_point or isinstance(n, int)]
         fits = [n for n in fits if dtype not in (I8, torch.bool) or -128 <= n < 128]
         x.view(-1)[draw(st.integers(0, x.numel() - 1))] = draw(st.sampled_from(fits))

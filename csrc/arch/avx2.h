@@ -1,4 +1,4 @@
-// The words of AVX2 with FMA and F16C: 16 lanes are two registers.
+// Vector operations of AVX2 with FMA and F16C: 16 lanes are two registers.
 #pragma once
 
 #include <immintrin.h>
@@ -21,7 +21,8 @@ struct I32x16 {
 using Lanes = uint32_t;  // one bit per lane
 
 constexpr const char* kName = "avx2";
-constexpr int kRowsAtOnce = 4;  // of A in registers: 8 accumulators hide the latency of an FMA
+constexpr int kRowsAtOnce =
+    4;  // rows of A held in registers: 8 accumulators hide the latency of an FMA
 constexpr bool kHasBytes = false, kHasPairs = false;
 
 inline F32x16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -56,7 +57,7 @@ inline F32x16 operator/(F32x16 a, F32x16 b) {
 inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
-// The second operand where one is NaN.
+// Return the second operand where either is NaN.
 inline F32x16 max(F32x16 a, F32x16 b) {
   return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
 }
@@ -95,7 +96,7 @@ inline float lane_max(F32x16 a) {
   n = _mm_max_ps(n, _mm_movehl_ps(n, n));
   return _mm_cvtss_f32(_mm_max_ss(n, _mm_movehdup_ps(n)));
 }
-// By halves.
+// Adds halves: lane i to lane i + 8, then i + 4, and so on.
 inline float lane_sum(F32x16 a) {
   const __m256 m = _mm256_add_ps(a.lo, a.hi);
   __m128 n = _mm_add_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
@@ -104,8 +105,8 @@ inline float lane_sum(F32x16 a) {
 }
 inline F32x16 to_float(I32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 
-// x = whole + f, and p · 2^whole where x is at least -126, else 0. The whole part stays in the
-// low bits of a float of 1.5 · 2^23, from where a shift makes it an exponent.
+// split: x = whole + f. raise: p · 2^whole where x is at least -126, else 0. `whole` is kept in the
+// low bits of a float near 1.5 · 2^23, from where a shift moves it to the exponent.
 constexpr bool kSplitFloors = false;
 inline F32x16 split(F32x16 x, F32x16* whole) {
   const F32x16 magic = broadcast(12582912.0f);
@@ -142,7 +143,7 @@ inline F32x16 load_i8(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),
           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)))};
 }
-// Whole numbers in -128 … 127.
+// Integers in -128 … 127.
 inline void store_i8(int8_t* p, F32x16 a) {
   const __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
   const __m256i ordered = _mm256_permute4x64_epi64(w, 0xd8);
@@ -175,7 +176,7 @@ inline void widen_i8(const int8_t* p, void* out) {
   _mm256_storeu_si256(static_cast<__m256i*>(out), _mm256_cvtepi8_epi16(b));
 }
 
-// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers, of floats or of bytes.
+// Two 16-bit halves of a word, [low, high]: bf16, or integers from floats or from bytes.
 inline I32x16 pair_bf16(F32x16 low, F32x16 high) {
   return {_mm256_blend_epi16(_mm256_srli_epi32(round_bf16(low.lo), 16), round_bf16(high.lo), 0xaa),
           _mm256_blend_epi16(_mm256_srli_epi32(round_bf16(low.hi), 16), round_bf16(high.hi), 0xaa)};
@@ -192,7 +193,7 @@ inline I32x16 pair_codes(const int8_t* low, const int8_t* high) {
   return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)),
           _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b))};
 }
-// Four bytes of a word, whole numbers in 0 … 255.
+// Four bytes of a word, integers in 0 … 255.
 inline __m256i quad_u8(__m256 a, __m256 b, __m256 c, __m256 d) {
   const __m256i low =
       _mm256_or_si256(_mm256_cvtps_epi32(a), _mm256_slli_epi32(_mm256_cvtps_epi32(b), 8));
@@ -204,7 +205,7 @@ inline I32x16 quad_u8(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
   return {quad_u8(a.lo, b.lo, c.lo, d.lo), quad_u8(a.hi, b.hi, c.hi, d.hi)};
 }
 
-// 16 x 16 words transposed over; strides in words.
+// Transposes 16 x 16 words; strides in words.
 inline void transpose(const float* in, int64_t in_row, float* out, int64_t out_row) {
   for (int r = 0; r < 16; r += 4)
     for (int c = 0; c < 16; c += 4) {
@@ -220,7 +221,7 @@ inline void transpose(const float* in, int64_t in_row, float* out, int64_t out_r
     }
 }
 
-// 4 rows and 4 steps transposed over, packed.
+// Transposes 4 rows of 4 steps into a packed panel.
 inline void transpose_panel(const float* in, int64_t in_row, float* out) {
   __m128 a = _mm_loadu_ps(in), b = _mm_loadu_ps(in + in_row);
   __m128 c = _mm_loadu_ps(in + 2 * in_row), d = _mm_loadu_ps(in + 3 * in_row);
@@ -230,16 +231,16 @@ inline void transpose_panel(const float* in, int64_t in_row, float* out) {
   _mm_storeu_ps(out + 8, c);
   _mm_storeu_ps(out + 12, d);
 }
-// 16 words to the panels they belong to, `apart` words from each other.
-inline void store_panels(float* out, int64_t apart, I32x16 a) {
+// Stores 16 words to the panels they belong to, `pitch` words from each other.
+inline void store_panels(float* out, int64_t pitch, I32x16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(a.lo));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + apart), _mm256_extracti128_si256(a.lo, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * apart), _mm256_castsi256_si128(a.hi));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 3 * apart), _mm256_extracti128_si256(a.hi, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + pitch), _mm256_extracti128_si256(a.lo, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * pitch), _mm256_castsi256_si128(a.hi));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 3 * pitch), _mm256_extracti128_si256(a.hi, 1));
 }
 inline I32x16 as_words(F32x16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 
-// acc + word(a) ⊗ b, the word being one number, or two of 16 bits.
+// acc + word(a) ⊗ b; a word is one number, or two of 16 bits.
 inline F32x16 mad_f32(F32x16 acc, const char* a, F32x16 b) {
   const __m256 x = _mm256_broadcast_ss(reinterpret_cast<const float*>(a));
   return {_mm256_fmadd_ps(x, b.lo, acc.lo), _mm256_fmadd_ps(x, b.hi, acc.hi)};

@@ -1,5 +1,5 @@
-// The words of AVX-512 (F, BW, DQ, VL, VNNI; BF16 where the compiler is told so): 16 lanes are
-// one register.
+// Vector operations of AVX-512 (F, BW, DQ, VL, VNNI; BF16 if compiled for it): 16 lanes are one
+// register.
 #pragma once
 
 #include <immintrin.h>
@@ -28,7 +28,7 @@ constexpr const char* kName = "avx512";
 constexpr bool kHasPairs = false;
 constexpr const char* kName = "avx512-vnni";
 #endif
-constexpr int kRowsAtOnce = 16;  // of A in registers
+constexpr int kRowsAtOnce = 16;  // rows of A held in registers
 constexpr bool kHasBytes = true;
 
 inline F32x16 zero() { return {_mm512_setzero_ps()}; }
@@ -44,7 +44,7 @@ inline F32x16 operator*(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; 
 inline F32x16 operator/(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 // a · b + c
 inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// The second operand where one is NaN.
+// Return the second operand where either is NaN.
 inline F32x16 max(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F32x16 min(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F32x16 abs(F32x16 a) { return {_mm512_abs_ps(a.v)}; }
@@ -58,12 +58,12 @@ inline F32x16 select(Lanes m, F32x16 yes, F32x16 no) {
   return {_mm512_mask_blend_ps(__mmask16(m), no.v, yes.v)};
 }
 inline float lane_max(F32x16 a) { return _mm512_reduce_max_ps(a.v); }
-// By halves.
+// Adds halves: lane i to lane i + 8, then i + 4, and so on.
 inline float lane_sum(F32x16 a) { return _mm512_reduce_add_ps(a.v); }
 inline F32x16 to_float(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
-// x = whole + f, and p · 2^whole where x is at least -126, else 0. The whole part is floored,
-// because that is what the scaling instruction does with it: x itself will do.
+// split: x = whole + f. raise: p · 2^whole where x is at least -126, else 0. The scaling
+// instruction floors its exponent, so `whole` is floored, and x itself can be passed for it.
 constexpr bool kSplitFloors = true;
 inline F32x16 split(F32x16 x, F32x16* whole) {
   *whole = x;
@@ -86,7 +86,7 @@ inline F32x16 load_i8(const int8_t* p) {
   const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b))};
 }
-// Whole numbers in -128 … 127.
+// Integers in -128 … 127.
 inline void store_i8(int8_t* p, F32x16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
@@ -112,10 +112,10 @@ inline void widen_i8(const int8_t* p, void* out) {
   _mm256_storeu_si256(static_cast<__m256i*>(out), _mm256_cvtepi8_epi16(b));
 }
 
-// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers, of floats or of bytes.
+// Two 16-bit halves of a word, [low, high]: bf16, or integers from floats or from bytes.
 inline I32x16 pair_bf16(F32x16 low, F32x16 high) {
 #ifdef __AVX512BF16__
-  // The instruction gives 16 highs behind 16 lows; one permutation makes them pairs.
+  // The instruction returns 16 lows and then 16 highs; one permutation pairs them.
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v);
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
                                          8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -135,7 +135,7 @@ inline I32x16 pair_codes(const int8_t* low, const int8_t* high) {
   const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b));
   return {_mm512_cvtepi8_epi16(both)};
 }
-// Four bytes of a word, whole numbers in 0 … 255.
+// Four bytes of a word, integers in 0 … 255.
 inline I32x16 quad_u8(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
   const __m512i low =
       _mm512_or_si512(_mm512_cvtps_epi32(a.v), _mm512_slli_epi32(_mm512_cvtps_epi32(b.v), 8));
@@ -144,8 +144,8 @@ inline I32x16 quad_u8(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
   return {_mm512_or_si512(low, high)};
 }
 
-// 16 x 16 words transposed over; strides in words. A register takes four columns of every fourth
-// row: within its quarters they turn over as 4 x 4, and are 16 rows of a column each.
+// Transposes 16 x 16 words; strides in words. A register takes four columns of every fourth row;
+// transposing 4 x 4 within its quarters leaves the 16 rows of one column in each register.
 inline void transpose(const float* in, int64_t in_row, float* out, int64_t out_row) {
   for (int c = 0; c < 16; c += 4) {
     __m512 rows[4];
@@ -168,15 +168,15 @@ inline void transpose(const float* in, int64_t in_row, float* out, int64_t out_r
     _mm512_storeu_ps(q + 3 * out_row, _mm512_shuffle_ps(high01, high23, 0xee));
   }
 }
-// 16 rows and 16 steps transposed over, packed.
+// Transposes 16 rows of 16 steps into a packed panel.
 inline void transpose_panel(const float* in, int64_t in_row, float* out) {
   transpose(in, in_row, out, 16);
 }
-// 16 words to the panel they belong to.
+// Stores 16 words to the panel they belong to.
 inline void store_panels(float* out, int64_t, I32x16 a) { _mm512_storeu_si512(out, a.v); }
 inline I32x16 as_words(F32x16 a) { return {_mm512_castps_si512(a.v)}; }
 
-// acc + word(a) ⊗ b, the word being one number, two of 16 bits, or four of 8 bits.
+// acc + word(a) ⊗ b; a word is one number, two of 16 bits, or four of 8 bits.
 inline F32x16 mad_f32(F32x16 acc, const char* a, F32x16 b) {
   return {_mm512_fmadd_ps(_mm512_set1_ps(*reinterpret_cast<const float*>(a)), b.v, acc.v)};
 }
@@ -188,7 +188,7 @@ inline __m512i word(const char* a) {
 inline I32x16 mad_i16(I32x16 acc, const char* a, I32x16 b) {
   return {_mm512_dpwssd_epi32(acc.v, b.v, word(a))};
 }
-// b holds unsigned bytes, a signed ones.
+// Bytes of b are unsigned, bytes of a signed.
 inline I32x16 mad_u8i8(I32x16 acc, const char* a, I32x16 b) {
   return {_mm512_dpbusd_epi32(acc.v, b.v, word(a))};
 }

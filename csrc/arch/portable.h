@@ -1,5 +1,5 @@
-// The words every machine knows: 16 lanes as plain arrays, which the compiler vectorizes as it
-// can. Also the meaning of the words that the other instruction sets say in one instruction.
+// Vector operations in portable C++: 16 lanes are arrays, which the compiler vectorizes. They also
+// define what the operations of the other instruction sets mean.
 #pragma once
 
 #include <cmath>
@@ -21,7 +21,7 @@ struct I32x16 {
 using Lanes = uint32_t;  // one bit per lane
 
 constexpr const char* kName = "portable";
-constexpr int kRowsAtOnce = 4;  // rows of A in registers
+constexpr int kRowsAtOnce = 4;  // rows of A held in registers
 constexpr bool kHasBytes = false, kHasPairs = false;
 
 #define SPARGE_LANES for (int i = 0; i < 16; ++i)
@@ -66,7 +66,7 @@ inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   SPARGE_LANES c.v[i] += a.v[i] * b.v[i];
   return c;
 }
-// The second operand where one is NaN.
+// Return the second operand where either is NaN.
 inline F32x16 max(F32x16 a, F32x16 b) {
   SPARGE_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
   return a;
@@ -106,7 +106,7 @@ inline float lane_max(F32x16 a) {
   SPARGE_LANES m = a.v[i] > m ? a.v[i] : m;
   return m;
 }
-// By halves.
+// Adds halves: lane i to lane i + 8, then i + 4, and so on.
 inline float lane_sum(F32x16 a) {
   for (int n = 8; n; n /= 2)
     for (int i = 0; i < n; ++i) a.v[i] += a.v[i + n];
@@ -118,7 +118,7 @@ inline F32x16 to_float(I32x16 a) {
   return r;
 }
 
-// x = whole + f, and p · 2^whole where x is at least -126, else 0.
+// split: x = whole + f. raise: p · 2^whole where x is at least -126, else 0.
 constexpr bool kSplitFloors = false;
 inline F32x16 split(F32x16 x, F32x16* whole) {
   F32x16 f;
@@ -156,7 +156,7 @@ inline F32x16 load_i8(const int8_t* p) {
   SPARGE_LANES r.v[i] = p[i];
   return r;
 }
-// Whole numbers in -128 … 127.
+// Integers in -128 … 127.
 inline void store_i8(int8_t* p, F32x16 a) { SPARGE_LANES p[i] = int8_t(a.v[i]); }
 inline void store_bf16(void* p, F32x16 a) {
   SPARGE_LANES static_cast<uint16_t*>(p)[i] = to_bf16(a.v[i]);
@@ -172,13 +172,13 @@ inline void widen_i8(const int8_t* p, void* out) {
   std::memcpy(out, w, 32);
 }
 
-// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers, of floats or of bytes.
+// Two 16-bit halves of a word, [low, high]: bf16, or integers from floats or from bytes.
 inline I32x16 pair_bf16(F32x16 low, F32x16 high) {
   I32x16 r;
   SPARGE_LANES r.v[i] = int32_t(to_bf16(low.v[i]) | uint32_t(to_bf16(high.v[i])) << 16);
   return r;
 }
-// Rounded; NaN, which some other sum already carries, is 0 as an integer.
+// Rounded to an integer; 0 for NaN, which the row sum carries already.
 inline uint32_t nearest(float x) { return x == x ? uint32_t(int32_t(std::nearbyint(x))) : 0; }
 inline I32x16 pair_i16(F32x16 low, F32x16 high) {
   I32x16 r;
@@ -190,29 +190,29 @@ inline I32x16 pair_codes(const int8_t* low, const int8_t* high) {
   SPARGE_LANES r.v[i] = int32_t(uint32_t(uint16_t(low[i])) | uint32_t(uint16_t(high[i])) << 16);
   return r;
 }
-// Four bytes of a word, whole numbers in 0 … 255.
+// Four bytes of a word, integers in 0 … 255.
 inline I32x16 quad_u8(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
   I32x16 r;
   SPARGE_LANES r.v[i] = int32_t(nearest(a.v[i]) | nearest(b.v[i]) << 8 | nearest(c.v[i]) << 16 |
                                 nearest(d.v[i]) << 24);
   return r;
 }
-// 16 x 16 words transposed over; strides in words.
+// Transposes 16 x 16 words; strides in words.
 inline void transpose(const float* in, int64_t in_row, float* out, int64_t out_row) {
   for (int r = 0; r < 16; ++r)
     for (int c = 0; c < 16; ++c) std::memcpy(out + c * out_row + r, in + r * in_row + c, 4);
 }
 
-// kRowsAtOnce rows and as many steps transposed over, packed.
+// Transposes kRowsAtOnce rows of as many steps into a packed panel.
 inline void transpose_panel(const float* in, int64_t in_row, float* out) {
   for (int r = 0; r < kRowsAtOnce; ++r)
     for (int c = 0; c < kRowsAtOnce; ++c)
       std::memcpy(out + c * kRowsAtOnce + r, in + r * in_row + c, 4);
 }
-// 16 words to the panels they belong to, `apart` words from each other.
-inline void store_panels(float* out, int64_t apart, I32x16 a) {
+// Stores 16 words to the panels they belong to, `pitch` words from each other.
+inline void store_panels(float* out, int64_t pitch, I32x16 a) {
   for (int p = 0; p < 16 / kRowsAtOnce; ++p)
-    std::memcpy(out + p * apart, a.v + p * kRowsAtOnce, kRowsAtOnce * 4);
+    std::memcpy(out + p * pitch, a.v + p * kRowsAtOnce, kRowsAtOnce * 4);
 }
 inline I32x16 as_words(F32x16 a) {
   I32x16 r;
@@ -220,7 +220,7 @@ inline I32x16 as_words(F32x16 a) {
   return r;
 }
 
-// acc + word(a) ⊗ b, the word being one number, two of 16 bits, or four of 8 bits.
+// acc + word(a) ⊗ b; a word is one number, or two of 16 bits.
 inline F32x16 mad_f32(F32x16 acc, const char* a, F32x16 b) {
   float x;
   std::memcpy(&x, a, 4);
