@@ -1,6 +1,8 @@
-"""Our nouns as the native core takes them."""
+"""Call metadata and tensors as arguments of `torch.ops.sparge_cpu`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,21 @@ def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
     return x, None, 1
 
 
+def scored_parts(query: Tensor | QTensor, key: Tensor | QTensor) -> tuple[Any, ...]:
+    """`query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale`."""
+    q, *q_scale = parts_of(query)
+    k, *k_scale = parts_of(key)
+    return q, k, *q_scale, *k_scale
+
+
+def token_parts(tokens: TokenMask) -> tuple[Tensor | None, Tensor | None, bool, int]:
+    """`mask, kinds, is_causal, offset`."""
+    return tokens.attn_mask, kinds_of(tokens), tokens.is_causal, tokens.offset
+
+
 def kinds_of(tokens: TokenMask) -> Tensor | None:
-    """Kinds of blocks under a mask of the caller's, found once for all stages of a call; without
-    a mask the kernels read them off the diagonal."""
+    """Kinds of blocks under the caller's mask, computed once for all stages of a call; None without
+    a mask, where the kernels derive them from the diagonal."""
     mask = tokens.attn_mask
     if mask is None:
         return None

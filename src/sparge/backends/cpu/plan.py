@@ -24,7 +24,7 @@ from ...tokenmask import TokenMask
 from ..budget import checked_rows, masses_of, take_step
 from ..forced import forced_blocks
 from . import library as native
-from .arguments import kinds_of, parts_of
+from .arguments import parts_of, scored_parts, token_parts
 from .prepare import Statistics, prepare
 
 ALL, MASS, FRACTION = 0, 1, 2
@@ -68,12 +68,14 @@ def predict(
     q, _, _ = parts_of(operands.query)
     mass = q.new_empty(_map_shape(q, tokens), dtype=torch.float32)
     native.ops().predict(
-        *_scored(operands, scale, recipe),
+        *scored_parts(operands.query, operands.key),
+        PRECISIONS.index(recipe.precision),
+        scale,
         statistics.q_pooled,
         statistics.k_pooled,
         statistics.k_similarity,
         _min_similarity(recipe, q.shape[1]),
-        *_pairs(tokens),
+        *token_parts(tokens),
         PREDICTORS.index(recipe.predictor),
         recipe.sample_rows,
         mass,
@@ -102,9 +104,9 @@ def select(
     if isinstance(recipe.keep, KeepError):
         assert mass is not None
         assert value is not None
-        scored = _scored(operands, scale, recipe)
+        scored = *scored_parts(operands.query, operands.key), PRECISIONS.index(recipe.precision)
         error = _select_by_error(
-            scored, value, mass, tokens, recipe, forced, counts, indices, allowed
+            (*scored, scale), value, mass, tokens, recipe, forced, counts, indices, allowed
         )
     else:
         keep, amount = _amount(recipe, q.shape[1])
@@ -116,7 +118,7 @@ def select(
             statistics.k_similarity,
             _min_similarity(recipe, q.shape[1]),
             forced,
-            *_pairs(tokens),
+            *token_parts(tokens),
             tokens.Lq,
             tokens.Lk,
             counts,
@@ -163,7 +165,7 @@ def _select_by_error(
         *scoring,
         torch.tensor(checked_rows(tokens.Lq, recipe.sample_rows)),
         forced,
-        *_pairs(tokens),
+        *token_parts(tokens),
         wrong,
         whole,
         indices,
@@ -178,18 +180,6 @@ def _select_by_error(
 def _map_shape(query: Tensor, tokens: TokenMask) -> tuple[int, int, int, int]:
     B, Hq = query.shape[:2]
     return B, Hq, n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
-
-
-def _scored(operands: Operands, scale: float, recipe: Recipe) -> tuple[Any, ...]:
-    """What exact scores are computed from: q and k or their codes, scales, precision, scale."""
-    q, *q_scale = parts_of(operands.query)
-    k, *k_scale = parts_of(operands.key)
-    return q, k, *q_scale, *k_scale, PRECISIONS.index(recipe.precision), scale
-
-
-def _pairs(tokens: TokenMask) -> tuple[Any, ...]:
-    """Which pairs may attend."""
-    return tokens.attn_mask, kinds_of(tokens), tokens.is_causal, tokens.offset
 
 
 def _min_similarity(recipe: Recipe, Hq: int) -> Tensor | None:
