@@ -1,4 +1,4 @@
-"""A drawn call with what the reference makes of it, and how far rounding may move that."""
+"""A drawn call with the results of the reference, and how far rounding may move them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRECISE = 0.02
 
 
 class WrongError(AssertionError):
-    """What the native core gave cannot be."""
+    """The native core returned a wrong result."""
 
 
 def need(ok: bool | Tensor, what: str, where: Tensor | None = None) -> None:
@@ -41,7 +41,7 @@ def need(ok: bool | Tensor, what: str, where: Tensor | None = None) -> None:
 
 @dataclass
 class Case:
-    """A drawn call with its tensors and what the reference makes of it."""
+    """A drawn call with its tensors and the results of the reference."""
 
     drawn: Drawn
 
@@ -78,10 +78,10 @@ class Case:
 
     @cached_property
     def settled(self) -> Tensor:
-        """Rows whose scores are far from overflow, in whatever order they are added up."""
+        """Rows whose scores are far from overflow in any order of summation."""
         q = self.q.double().nan_to_num(0.0, 0.0, 0.0).abs().sum(-1)
         raw = q * self.heads(largest_of(self.k))[..., 0] * max(1.0, abs(self.scale))
-        # The reference multiplies sums of codes with one scale before the other.
+        # The reference multiplies sums of codes by one scale and then the other.
         fits = not self.recipe.quantized or largest_of(self.q).max() < 1e33
         return (raw < 1e36) & (self.reach < 1e36) & fits
 
@@ -99,7 +99,7 @@ class Case:
         return least, most
 
     def heads(self, x: Tensor) -> Tensor:
-        """What key heads have, for query heads."""
+        """Values of key heads repeated for query heads."""
         return x.repeat_interleave(self.drawn.group, 1)
 
     def _drift(self) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def largest_of(x: Tensor) -> Tensor:
 
 
 def shifted(case: Case, sign: float) -> Recipe:
-    """The recipe with thresholds as far away as scores may drift."""
+    """The recipe with its threshold moved as far as rounding may move scores."""
     drift = case.drift[case.drift < PRECISE]
     by = sign * (1e-5 + 2 * (float(drift.max()) if drift.numel() else 0.0))
     each = heads_of(case.recipe.pv_skip, case.drawn.Hq, none=math.inf)

@@ -1,4 +1,4 @@
-"""Quantize, statistics and plan against the reference's: up to rounding, up to near-ties."""
+"""Quantization, statistics and plan against the reference, up to rounding and near-ties."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def judge_statistics(case: Case) -> None:
         room = case.q.double().abs().nan_to_num(0, 0, 0).sum(-1) * case.heads(largest)[..., 0]
         fine = finite_rows(case.q) & case.heads(finite_rows(case.k).all(-1, True))
         fine &= room * max(1.0, abs(case.scale)) < 1e37
-        # The mean is made of numbers lowered by 2⁻⁷, the smallest of which lose their last bits.
+        # The mean sums numbers scaled by 2⁻⁷; the smallest lose their last bits.
         ours = case.q.double().abs().nan_to_num(0, 0, 0).sum(-1) * 2**-140
         terms = ((BLOCK_K + case.drawn.D) * EPS * room + ours) * abs(case.scale) + 1e-30
         wrong = fine & ~(off <= terms)
@@ -50,12 +50,12 @@ def judge_statistics(case: Case) -> None:
 
 def judge_codes(ours: QTensor, theirs: QTensor, x: Tensor, name: str) -> None:
     lost = ours.scale.isnan() != theirs.scale.isnan()
-    if largest_of(x).max() < 1e38:  # beyond, the mean may overflow in one order and not another
+    if largest_of(x).max() < 1e38:  # above, the mean may overflow in one order and not in another
         need(not lost.any(), f"{name}: NaN scales differ", lost)
     steps = [x.row_scale().double() for x in (ours, theirs)]
     ours_step, step = steps if theirs.per_channel else [x[..., None] for x in steps]
     a, b = ours.codes * ours_step, theirs.codes * step
-    # The mean of a head is added up row by row within a block.
+    # The mean of a head is summed row by row within a block.
     room = step * 1.01 + BLOCK_K * EPS * largest_of(x) + 2**-140
     wrong = ~((a - b).abs() <= room) & ~a.isnan() & ~b.isnan()
     need(not wrong.any(), f"{name}: codes differ by more than one step", wrong)
@@ -75,7 +75,7 @@ def judge_pooled(ours: Tensor, theirs: Tensor, x: Tensor, block: int, name: str)
 
 
 def judge_plan(case: Case) -> None:
-    """The plan of the reference's statistics: kept blocks are right, whatever ties there were."""
+    """The plan from the reference's statistics: the kept blocks are right up to ties."""
     if case.drawn.blocks is not None:
         return
     recipe, tokens = case.recipe, replace(case.tokens)
@@ -104,7 +104,7 @@ def judge_plan(case: Case) -> None:
 
 
 def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> None:
-    """Rows that differ must be near-ties of the reference's own prediction."""
+    """Rows that differ must be near-ties in the reference's prediction."""
     recipe, Hq = case.recipe, case.drawn.Hq
     may = (case.tokens.block_kinds(case.q.device) != EXCLUDED).expand(kept.shape)
     p, distrusted = reference_plan.predict(
@@ -115,7 +115,7 @@ def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> Non
     p = p.double()
     known = p.isfinite().all(-1) & (p > 0).any(-1)
     wrong = differs & ~known & ~overflows
-    need(not wrong.any(), "a row that says nothing does not keep everything", wrong)
+    need(not wrong.any(), "a row without a prediction does not keep everything", wrong)
     room = 2e-5 + 8 * drift
     precise = differs & known & (drift < PRECISE)
     free = may & ~distrusted & ~forced_blocks(case.tokens, recipe, case.q.device)
@@ -137,12 +137,12 @@ def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> Non
 
 
 def judge_budget(case: Case, plan: BlockPlan) -> None:
-    """Whatever step a head took: its error is the one said, and within the budget."""
+    """For the step that a head took: its error is the reported one, and within the budget."""
     kept, Hq = plan.to_mask(), case.drawn.Hq
     assert plan.error is not None
     said = plan.error.double()
     budget = torch.tensor(heads_of(case.recipe.keep.max_error, Hq, none=1.0), dtype=torch.float64)
-    need((said <= budget).all(), "the error said is not within the budget", ~(said <= budget))
+    need((said <= budget).all(), "the reported error is not within the budget", ~(said <= budget))
     may = (case.tokens.block_kinds(case.q.device) != EXCLUDED).expand(kept.shape)
     wrong, whole = step_errors(
         case.q, case.k, case.v, torch.where(kept, 0, len(FACTORS)), may, case.tokens,
@@ -151,11 +151,11 @@ def judge_budget(case: Case, plan: BlockPlan) -> None:
     every = (kept | ~may).flatten(2).all(-1)
     lost = ~wrong[..., 0].isfinite() & ~every & case.settled.all(-1)
     need(not lost.any(), "blocks are skipped where nothing could be measured", lost)
-    # Of values that cancel each other little is left, and rounding is relative to the values.
+    # Values may cancel; rounding is relative to the values, not to their sum.
     largest = case.heads(largest_of(case.v))[..., 0, 0]
     rows = len(checked_rows(case.drawn.Lq, case.recipe.sample_rows)) * case.drawn.Dv
     drift = case.drift.amax(-1)
     room = (1e-4 + 8 * drift) * (largest * rows / whole).nan_to_num(math.inf, math.inf)
     precise = case.settled.all(-1) & (drift < PRECISE) & (largest < 1e30)
     off = (said - torch.where(every, 0.0, wrong[..., 0] / whole)).abs()
-    need(not (precise & (off > room)).any(), "the error said is another", precise & (off > room))
+    need(not (precise & (off > room)).any(), "the reported error is wrong", precise & (off > room))
