@@ -5,8 +5,8 @@
     attend                 of the reference's operands and plan: numbers, NaN rows, skips
     attention              the same bits as its stages; rows without keys; rules 5.9 – 5.11
 
-`drift` bounds how far rounding may move the scores of a row (natural log); rows with more drift than
-PRECISE are only checked for NaN and for empty rows.
+`drift` bounds how far rounding may move the scores of a row (natural log). Rows with more
+drift than PRECISE are only checked for NaN and for empty rows.
 """
 
 from __future__ import annotations

@@ -183,8 +183,11 @@ def _map_shape(query: Tensor, tokens: TokenMask) -> tuple[int, int, int, int]:
 
 
 def _min_similarity(recipe: Recipe, Hq: int) -> Tensor | None:
+    """Of each query head; None without a judge, and for `KeepAll`, which judges nothing."""
     least = recipe.min_similarity
-    return None if least is None else torch.tensor(heads_of(least, Hq, none=-1.0))
+    if least is None or isinstance(recipe.keep, KeepAll):
+        return None
+    return torch.tensor(heads_of(least, Hq, none=-1.0))
 
 
 def _amount(recipe: Recipe, Hq: int) -> tuple[int, list[float]]:
