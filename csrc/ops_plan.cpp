@@ -123,9 +123,9 @@ void measure_steps(const Kernels& k, BudgetArgs* a, double* wrong, double* whole
 }
 
 void select_steps(const Tensor& mass, const Tensor& masses, const Tensor& query, const Tensor& key,
-                  const Tensor& value, MaybeTensor q_scale, int64_t q_rows_per_scale,
-                  MaybeTensor k_scale, int64_t k_rows_per_scale, int64_t precision,
-                  double softmax_scale, const Tensor& checked, const Tensor& forced,
+                  MaybeTensor q_scale, int64_t q_rows_per_scale, MaybeTensor k_scale,
+                  int64_t k_rows_per_scale, int64_t precision, double softmax_scale,
+                  const Tensor& value, const Tensor& checked, const Tensor& forced,
                   MaybeTensor mask, MaybeTensor kinds, bool is_causal, int64_t offset, Tensor wrong,
                   Tensor whole, Tensor indices, Tensor allowed, int64_t isa) {
   const Kernels& k = kernels_of(isa);
@@ -194,9 +194,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sparge_cpu, m) {
       "int offset, int Lq, int Lk, Tensor(a!) counts, Tensor(b!) indices, Tensor(c!) allowed, "
       "int isa) -> ()");
   m.def(
-      "select_steps(Tensor mass, Tensor masses, Tensor query, Tensor key, Tensor value, "
-      "Tensor? q_scale, int q_rows_per_scale, Tensor? k_scale, int k_rows_per_scale, "
-      "int precision, float softmax_scale, Tensor checked, Tensor forced, Tensor? mask, "
+      "select_steps(Tensor mass, Tensor masses, Tensor query, Tensor key, Tensor? q_scale, "
+      "int q_rows_per_scale, Tensor? k_scale, int k_rows_per_scale, int precision, "
+      "float softmax_scale, Tensor value, Tensor checked, Tensor forced, Tensor? mask, "
       "Tensor? kinds, bool is_causal, int offset, Tensor(a!) wrong, Tensor(b!) whole, "
       "Tensor(c!) indices, Tensor(d!) allowed, int isa) -> ()");
   m.def("take_steps(Tensor step, Tensor(a!) counts, Tensor(b!) indices, int isa) -> ()");

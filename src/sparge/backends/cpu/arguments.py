@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...qtensor import QTensor
+from ...qtensor import Operands, QTensor
+from ...recipe import KeepAll, Recipe, heads_of
 from ...tokenmask import TokenMask
 from . import library as native
 
@@ -20,11 +21,26 @@ def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
     return x, None, 1
 
 
-def scored_parts(query: Tensor | QTensor, key: Tensor | QTensor) -> tuple[Any, ...]:
+def scored_parts(operands: Operands) -> tuple[Any, ...]:
     """`query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale`."""
-    q, *q_scale = parts_of(query)
-    k, *k_scale = parts_of(key)
+    q, *q_scale = parts_of(operands.query)
+    k, *k_scale = parts_of(operands.key)
     return q, k, *q_scale, *k_scale
+
+
+def empty_map(operands: Operands, tokens: TokenMask, dtype: torch.dtype) -> Tensor:
+    """Room for one number for each block, `[B, Hq, n_q, n_k]`."""
+    n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
+    query = operands.query
+    return torch.empty((*query.shape[:2], n_q, n_k), dtype=dtype, device=query.device)
+
+
+def min_similarity(recipe: Recipe, Hq: int) -> Tensor | None:
+    """Of each query head; None without a judge, and for `KeepAll`, which judges nothing."""
+    least = recipe.min_similarity
+    if least is None or isinstance(recipe.keep, KeepAll):
+        return None
+    return torch.tensor(heads_of(least, Hq, none=-1.0))
 
 
 def token_parts(tokens: TokenMask) -> tuple[Tensor | None, Tensor | None, bool, int]:
