@@ -82,6 +82,8 @@ inline int64_t in_range(const char* name, int64_t x, int64_t low, int64_t high) 
 // The arguments of one call of an op.
 class Arguments {
  public:
+  Arguments() { ranges.reserve(24); }
+
   // A tensor [B, H, L, D] of any strides.
   Rows rows(const char* name, const Tensor& x, const Sizes& sizes) {
     check(name, x, sizes);
