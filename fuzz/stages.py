@@ -10,13 +10,13 @@ from torch import Tensor
 
 from sparge import BlockPlan, KeepAll, KeepError, KeepFraction
 from sparge.backends.budget import FACTORS, checked_rows
-from sparge.backends.cpu.plan import plan_from
-from sparge.backends.cpu.prepare import Statistics, prepare
+from sparge.backends.cpu import stages as cpu
 from sparge.backends.forced import forced_blocks
-from sparge.backends.reference import plan as reference_plan
-from sparge.backends.reference.sampled_rows import operands_of, step_errors
+from sparge.backends.reference import stages as reference
+from sparge.backends.reference.sampled_rows import step_errors
+from sparge.backends.reference.similarity import untrusted_keys, untrusted_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q, in_blocks
-from sparge.qtensor import Operands, QTensor, finite_rows
+from sparge.qtensor import QTensor, finite_rows
 from sparge.recipe import heads_of
 from sparge.tokenmask import EXCLUDED
 
@@ -25,7 +25,8 @@ from .case import EPS, PRECISE, Case, largest_of, need
 
 def judge_statistics(case: Case) -> None:
     recipe = case.recipe
-    operands, found = prepare(case.q, case.k, case.v, scale=case.scale, recipe=recipe)
+    made = cpu.prepare(case.call, case.q, case.k, case.v, to_plan=True, to_attend=True)
+    operands, found = made.operands, made.statistics
     if recipe.quantized:
         for name in ("query", "key", "value"):
             ours, theirs = getattr(operands, name), getattr(case.operands, name)
@@ -43,9 +44,9 @@ def judge_statistics(case: Case) -> None:
         wrong = fine & ~(off <= terms)
         need(not wrong.any(), "lse_shift differs", wrong)
     if found.q_pooled is not None:
-        theirs, keys = case.statistics
-        judge_pooled(found.q_pooled, theirs.pooled, case.q, BLOCK_Q, "query")
-        judge_pooled(found.k_pooled, keys.pooled, case.k, BLOCK_K, "key")
+        theirs = case.statistics
+        judge_pooled(found.q_pooled, theirs.q_pooled, case.q, BLOCK_Q, "query")
+        judge_pooled(found.k_pooled, theirs.k_pooled, case.k, BLOCK_K, "key")
 
 
 def judge_codes(ours: QTensor, theirs: QTensor, x: Tensor, name: str) -> None:
@@ -78,20 +79,9 @@ def judge_plan(case: Case) -> None:
     """The plan from the reference's statistics: the kept blocks are right up to ties."""
     if case.drawn.blocks is not None:
         return
-    recipe, tokens = case.recipe, replace(case.tokens)
-    stats = Statistics()
-    if not isinstance(recipe.keep, KeepAll) and recipe.predictor != "rows":
-        of_q, of_k = case.statistics
-        judge_it = recipe.min_similarity is not None
-        stats = Statistics(
-            of_q.pooled.contiguous(), of_k.pooled.contiguous(),
-            of_q.similarity.contiguous() if judge_it else None,
-            of_k.similarity.contiguous() if judge_it else None,
-        )  # fmt: skip
-    operands = Operands(case.q, case.k, case.k)
-    if not isinstance(recipe.keep, KeepAll):
-        operands = operands_of(case.q, case.k, case.k, scale=case.scale, precision=recipe.precision)
-    plan = plan_from(operands, stats, tokens, scale=case.scale, recipe=recipe, value=case.v)
+    call, recipe, tokens = case.call, case.recipe, replace(case.tokens)
+    mass = cpu.predict(call, case.prepared, tokens) if call.predicts else None
+    plan = cpu.select(call, case.prepared, mass, tokens)
     plan.validate()
     need(torch.equal(plan.allowed, case.plan.allowed), "allowed blocks differ")
     kept, theirs = plan.to_mask(), case.plan.to_mask()
@@ -107,9 +97,11 @@ def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> Non
     """Rows that differ must be near-ties in the reference's prediction."""
     recipe, Hq = case.recipe, case.drawn.Hq
     may = (case.tokens.block_kinds(case.q.device) != EXCLUDED).expand(kept.shape)
-    p, distrusted = reference_plan.predict(
-        case.q, case.k, case.tokens, may, scale=case.scale, recipe=recipe
-    )
+    p = reference.predict(case.call, case.prepared, case.tokens)
+    distrusted = torch.zeros_like(may)
+    if recipe.min_similarity is not None:
+        rows = untrusted_queries(case.call, case.statistics)[..., None]
+        distrusted = rows | untrusted_keys(case.call, case.statistics)[..., None, :]
     drift = in_blocks(case.drift, -1, BLOCK_Q).amax(-1)
     overflows = in_blocks(~case.settled, -1, BLOCK_Q, fill=False).any(-1)
     p = p.double()
@@ -144,10 +136,8 @@ def judge_budget(case: Case, plan: BlockPlan) -> None:
     budget = torch.tensor(heads_of(case.recipe.keep.max_error, Hq, none=1.0), dtype=torch.float64)
     need((said <= budget).all(), "the reported error is not within the budget", ~(said <= budget))
     may = (case.tokens.block_kinds(case.q.device) != EXCLUDED).expand(kept.shape)
-    wrong, whole = step_errors(
-        case.q, case.k, case.v, torch.where(kept, 0, len(FACTORS)), may, case.tokens,
-        scale=case.scale, recipe=case.recipe,
-    )  # fmt: skip
+    first = torch.where(kept, 0, len(FACTORS))
+    wrong, whole = step_errors(case.call, case.prepared, first, may, case.tokens)
     every = (kept | ~may).flatten(2).all(-1)
     lost = ~wrong[..., 0].isfinite() & ~every & case.settled.all(-1)
     need(not lost.any(), "blocks are skipped where nothing could be measured", lost)

@@ -19,8 +19,9 @@ from sparge import KeepFraction, Recipe
 from sparge.backends.cpu import calibrate
 from sparge.backends.cpu import cost_file as cache
 from sparge.backends.cpu import library as native
+from sparge.backends.cpu.cost import COST, CpuCost
 from sparge.backends.cpu.crossover import BUILT_IN, names
-from sparge.dispatch import choose as backends
+from sparge.support.cache_directory import cache_directory
 
 KEY = {"cpu": "Fast", "isa": "avx2", "threads": "1"}
 MEASURED = replace(BUILT_IN, key=KEY, date="2026-01-01", took=1.5, noise=1.1, measured=True)
@@ -35,8 +36,8 @@ def test_what_is_written_is_read():
     assert cache.write(MEASURED) == ""
     assert cache.read(KEY) == (MEASURED, "")
     assert cache.path_of(KEY).parent == Path(os.environ["SPARGE_CACHE"])
-    assert json.loads(cache.path_of(KEY).read_text())["format"] == "sparge.crossover/1"
-    assert os.listdir(cache.directory()) == [cache.path_of(KEY).name]
+    assert json.loads(cache.path_of(KEY).read_text())["format"] == "sparge.crossover/2"
+    assert os.listdir(cache_directory()) == [cache.path_of(KEY).name]
     assert cache.read({**KEY, "threads": "2"})[0] is None
 
 
@@ -48,8 +49,8 @@ def test_what_is_written_is_read():
         (lambda text: "[]", "damaged"),
         (lambda text: "null", "damaged"),
         (
-            lambda text: text.replace("crossover/1", "crossover/2"),
-            "sparge.crossover/2",
+            lambda text: text.replace("crossover/2", "crossover/3"),
+            "sparge.crossover/3",
         ),
         (lambda text: text.replace('"Fast"', '"Slow"'), "another key"),
         (lambda text: text.replace("fp32/64/int8-fast", "fp8/64/int8"), "fp32/64/int8-fast"),
@@ -95,7 +96,7 @@ def test_a_place_that_cannot_be_written(kind, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_may_not_be_written():
-    cache.directory().mkdir(mode=0o500)
+    cache_directory().mkdir(mode=0o500)
     assert "kept in memory" in cache.write(MEASURED)
 
 
@@ -114,7 +115,7 @@ def test_where_each_system_keeps_it(platform, set_to, ends, monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     for name, value in set_to.items():
         monkeypatch.setenv(name, value)
-    assert cache.directory().as_posix() == ends
+    assert cache_directory().as_posix() == ends
 
 
 def test_without_a_home(monkeypatch):
@@ -155,19 +156,17 @@ def test_measuring_gives_a_whole_model(quick):
 
 def test_a_machine_that_is_too_busy_says_so(quick, monkeypatch):
     monkeypatch.setattr(calibrate, "LIMIT", 0.0)
-    with pytest.raises(RuntimeError, match="others are at work"):
+    with pytest.raises(RuntimeError, match="other programs use these cores"):
         calibrate.measure()
 
 
 @pytest.fixture
 def unmeasured(monkeypatch):
     """As on a machine that sparge is new to; `measure` counts and gives MEASURED."""
-    monkeypatch.setattr(backends, "_crossover_of", lambda isa, threads: BUILT_IN)
-    monkeypatch.setattr(backends, "_hosts", {})
-    monkeypatch.setattr(backends, "_changes", backends._changes + 1)
+    monkeypatch.setattr(COST, "crossover", CpuCost.crossover.__get__(COST))
     seen = []
 
-    def measure():
+    def measure(proceed):
         seen.append(threading.current_thread())
         key = {"isa": native.available()[0], "threads": str(torch.get_num_threads())}
         return replace(MEASURED, key=key)
@@ -190,7 +189,7 @@ def test_the_first_call_that_needs_it_measures_and_no_other(unmeasured):
     assert unmeasured == []
     assert "(measured on this machine)" in a_run().reason
     assert unmeasured[0] is not threading.current_thread()
-    assert len(os.listdir(cache.directory())) == 1
+    assert len(os.listdir(cache_directory())) == 1
     assert "(measured on this machine)" in a_run().reason
     assert "measured on" in sparge.explain(*tensors(Lq=1024, Lk=1024), recipe=RECIPE).reason
     assert len(unmeasured) == 1
@@ -202,7 +201,7 @@ def test_the_first_call_that_needs_it_measures_and_no_other(unmeasured):
 def test_measuring_that_fails_is_tried_once_and_fails_no_call(unmeasured, monkeypatch):
     tries = []
 
-    def fail():
+    def fail(proceed):
         tries.append(1)
         raise MemoryError("none left")
 
@@ -223,10 +222,10 @@ def test_a_measurement_that_cannot_be_kept_holds_in_memory(unmeasured, monkeypat
 def test_threads_that_come_while_it_is_measured_do_not_wait(unmeasured, monkeypatch):
     begun, go_on, measure = threading.Event(), threading.Event(), calibrate.measure
 
-    def slowly():
+    def slowly(proceed):
         begun.set()
         assert go_on.wait(30)
-        return measure()
+        return measure(proceed)
 
     monkeypatch.setattr(calibrate, "measure", slowly)
     first = threading.Thread(target=a_run)

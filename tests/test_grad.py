@@ -131,7 +131,7 @@ def test_the_op_itself_has_a_gradient_or_says_why_not():
     q, k, v = leaves(*make_qkv(Hq=2, Lq=20, D=8))
 
     def op(recipe, backend):
-        facts = (True, "top_left", 0.3, recipe.to_json(), False, True, backend)
+        facts = (True, 0, 0.3, recipe.to_json(), False, True, backend)
         return torch.ops.sparge.attention(q, k, v, None, None, *facts)[0]
 
     with pytest.raises(ValueError, match="'int8', which has no gradient"):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..dispatch.choose import AUTO
+from ..dispatch import AUTO
 from ..recipe import Recipe
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..check import check_recipe
-from ..dispatch.choose import AUTO, DENSE, backends
+from ..dispatch import AUTO, DENSE, backends
 from ..errors import Unsupported
 from ..profile import Profile
 from ..recipe import DEFAULT, Recipe

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dispatch.choose import AUTO
+from ..dispatch import AUTO
 from ..recipe import Recipe
 from ..record import Run, unwatch, watch
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..dispatch.choose import AUTO, Backend
+from ..dispatch import AUTO, Backend
 from ..profile import HeadSettings, LayerSettings
 from ..recipe import DEFAULT, KeepMass, Recipe
 from .capture import Capture

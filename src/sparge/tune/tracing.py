@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dispatch.choose import DENSE
+from ..dispatch import DENSE
 from ..integrations import accelerate
 from ..profile import fingerprint
 from .capture import BLOCKS, captures_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..dispatch.choose import AUTO
+from ..dispatch import AUTO
 from ..profile import Fingerprint, LayerSettings, Profile
 from ..recipe import DEFAULT, Recipe
 from ..support.atomic_files import replace_file

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call import Call
 from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ...qtensor import Operands, QTensor
-from ...recipe import KeepAll, Recipe, heads_of
+from ...recipe import heads_of
 from ...tokenmask import TokenMask
-from . import library as native
+from . import library
 
 
 def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
@@ -28,19 +29,12 @@ def scored_parts(operands: Operands) -> tuple[Any, ...]:
     return q, k, *q_scale, *k_scale
 
 
-def empty_map(operands: Operands, tokens: TokenMask, dtype: torch.dtype) -> Tensor:
-    """Room for one number for each block, `[B, Hq, n_q, n_k]`."""
-    n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
-    query = operands.query
-    return torch.empty((*query.shape[:2], n_q, n_k), dtype=dtype, device=query.device)
-
-
-def min_similarity(recipe: Recipe, Hq: int) -> Tensor | None:
+def min_similarity(call: Call) -> Tensor | None:
     """Of each query head; None without a judge, and for `KeepAll`, which judges nothing."""
-    least = recipe.min_similarity
-    if least is None or isinstance(recipe.keep, KeepAll):
+    least = call.recipe.min_similarity
+    if least is None or not call.predicts:
         return None
-    return torch.tensor(heads_of(least, Hq, none=-1.0))
+    return torch.tensor(heads_of(least, call.Hq, none=-1.0))
 
 
 def token_parts(tokens: TokenMask) -> tuple[Tensor | None, Tensor | None, bool, int]:
@@ -59,6 +53,6 @@ def kinds_of(tokens: TokenMask) -> Tensor | None:
         n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
         known = mask.new_empty((*mask.shape[:2], n_q, n_k), dtype=torch.int8)
         facts = (tokens.Lq, tokens.Lk, tokens.is_causal, tokens.offset)
-        native.ops().block_kinds(mask, *facts, known, native.isa_number())
+        library.ops().block_kinds(mask, *facts, known, library.isa_number())
         object.__setattr__(tokens, "_kinds", known)
     return known

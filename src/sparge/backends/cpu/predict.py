@@ -1,41 +1,34 @@
-"""The mass map, in the native core (csrc/predict.h)."""
+"""The mass map, by csrc/predict.h."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...qtensor import Operands
-from ...recipe import PRECISIONS, PREDICTORS, KeepAll, Recipe
+from ...call import Call
+from ...recipe import PRECISIONS, PREDICTORS
+from ...stages import Prepared
 from ...tokenmask import TokenMask
-from . import library as native
-from .arguments import empty_map, min_similarity, scored_parts, token_parts
-from .prepare import Statistics
+from . import library
+from .arguments import min_similarity, scored_parts, token_parts
 
 
-def predict(
-    operands: Operands, statistics: Statistics, tokens: TokenMask, *, scale: float, recipe: Recipe
-) -> Tensor | None:
-    """The predicted share of each key block in the attention of a query block, fp32
-    `[B, Hq, n_q, n_k]`; None for `KeepAll`, which predicts nothing.
-
-    0 where no pair may attend; NaN in every other block of a row without a finite prediction.
-    """
-    if isinstance(recipe.keep, KeepAll):
-        return None
-    mass = empty_map(operands, tokens, torch.float32)
-    native.ops().predict(
-        *scored_parts(operands),
+def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
+    """0 where no pair may attend; NaN in every other block of a row that is not known."""
+    found, recipe = prepared.statistics, call.recipe
+    mass = torch.empty((call.B, call.Hq, call.n_q, call.n_k), dtype=torch.float32)
+    library.ops().predict(
+        *scored_parts(prepared.operands),
         PRECISIONS.index(recipe.precision),
-        scale,
-        statistics.q_pooled,
-        statistics.k_pooled,
-        statistics.k_similarity,
-        min_similarity(recipe, mass.shape[1]),
+        call.scale,
+        found.q_pooled,
+        found.k_pooled,
+        found.k_similarity,
+        min_similarity(call),
         *token_parts(tokens),
         PREDICTORS.index(recipe.predictor),
         recipe.sample_rows,
         mass,
-        native.isa_number(),
+        library.isa_number(),
     )
     return mass

@@ -1,4 +1,4 @@
-"""The kept blocks of a mass map, in the native core (csrc/select.h and budget.h)."""
+"""The kept blocks of a mass map, by csrc/select.h and budget.h."""
 
 from __future__ import annotations
 
@@ -8,102 +8,92 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan
-from ...qtensor import Operands
-from ...recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, Recipe, heads_of
+from ...blockplan import BlockPlan, plan_from_lists
+from ...call import Call
+from ...recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, heads_of
+from ...stages import Prepared
 from ...tokenmask import TokenMask
 from ..budget import checked_rows, masses_of, take_step
 from ..forced import forced_blocks
-from . import library as native
-from .arguments import empty_map, min_similarity, scored_parts, token_parts
-from .prepare import Statistics
+from . import library
+from .arguments import min_similarity, scored_parts, token_parts
 
 ALL, MASS, FRACTION = 0, 1, 2
-CPU = torch.device("cpu")
 SMALL = 2**14
 """Maps of up to this many blocks cache their forced blocks, which take 60 µs to compute."""
 _cached_forced = lru_cache(maxsize=64)(forced_blocks)
 
 
-def select(
-    operands: Operands,
-    statistics: Statistics,
-    mass: Tensor | None,
+def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMask) -> BlockPlan:
+    counts = torch.empty((call.B, call.Hq, call.n_q), dtype=torch.int32)
+    indices = counts.new_empty((*counts.shape, call.n_k))
+    lists = counts, indices, torch.empty_like(counts)
+    if isinstance(call.recipe.keep, KeepError):
+        assert mass is not None
+        error = _select_by_error(call, prepared, mass, tokens, lists)
+        return plan_from_lists(*lists, tokens, error=error)
+    found = prepared.statistics
+    library.ops().select(
+        mass,
+        *_amount(call),
+        found.q_similarity,
+        found.k_similarity,
+        min_similarity(call),
+        _forced(call, tokens),
+        *token_parts(tokens),
+        call.Lq,
+        call.Lk,
+        *lists,
+        library.isa_number(),
+    )
+    return plan_from_lists(*lists, tokens, error=None)
+
+
+def _select_by_error(
+    call: Call,
+    prepared: Prepared,
+    mass: Tensor,
     tokens: TokenMask,
-    *,
-    scale: float,
-    recipe: Recipe,
-    value: Tensor | None = None,
-) -> BlockPlan:
-    """The plan of a mass map. `KeepAll` needs no map, `KeepError` reads the caller's value."""
-    indices = empty_map(operands, tokens, torch.int32)
-    counts = indices.new_empty(indices.shape[:3])
-    allowed = torch.empty_like(counts)
-    forced = _forced(tokens, recipe, indices.shape[2:].numel())
-    error = None
-    if isinstance(recipe.keep, KeepError):
-        assert value is not None
-        masses = torch.tensor(masses_of(recipe.keep, indices.shape[1]), dtype=torch.float64)
-        whole = masses.new_empty(indices.shape[:2])
-        wrong = masses.new_empty((*whole.shape, masses.shape[1]))
-        native.ops().select_steps(
-            mass,
-            masses,
-            *scored_parts(operands),
-            PRECISIONS.index(recipe.precision),
-            scale,
-            value,
-            torch.tensor(checked_rows(tokens.Lq, recipe.sample_rows)),
-            forced,
-            *token_parts(tokens),
-            wrong,
-            whole,
-            indices,
-            allowed,
-            native.isa_number(),
-        )
-        step, error = take_step(wrong, whole, recipe.keep)
-        native.ops().take_steps(step, counts, indices, native.isa_number())
-    else:
-        native.ops().select(
-            mass,
-            *_amount(recipe, indices.shape[1]),
-            statistics.q_similarity,
-            statistics.k_similarity,
-            min_similarity(recipe, indices.shape[1]),
-            forced,
-            *token_parts(tokens),
-            tokens.Lq,
-            tokens.Lk,
-            counts,
-            indices,
-            allowed,
-            native.isa_number(),
-        )
-    return BlockPlan(
-        counts,
+    lists: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Measures every step in one pass, then writes the lists of the step that each head takes."""
+    assert isinstance(call.recipe.keep, KeepError)
+    counts, indices, allowed = lists
+    masses = torch.tensor(masses_of(call.recipe.keep, call.Hq), dtype=torch.float64)
+    wrong = masses.new_empty((call.B, *masses.shape))
+    whole = masses.new_empty((call.B, call.Hq))
+    library.ops().select_steps(
+        mass,
+        masses,
+        *scored_parts(prepared.operands),
+        PRECISIONS.index(call.recipe.precision),
+        call.scale,
+        prepared.value,
+        torch.tensor(checked_rows(call.Lq, call.recipe.sample_rows)),
+        _forced(call, tokens),
+        *token_parts(tokens),
+        wrong,
+        whole,
         indices,
         allowed,
-        Lq=tokens.Lq,
-        Lk=tokens.Lk,
-        is_causal=tokens.is_causal,
-        causal_align=tokens.causal_align,
-        has_mask=tokens.attn_mask is not None,
-        error=error,
-    ).trust()
+        library.isa_number(),
+    )
+    step, error = take_step(wrong, whole, call.recipe.keep)
+    library.ops().take_steps(step, counts, indices, library.isa_number())
+    return error
 
 
-def _forced(tokens: TokenMask, recipe: Recipe, n: int) -> Tensor:
-    """The forced blocks, which follow from lengths and recipe; `n` is the size of the map."""
-    find = _cached_forced if n <= SMALL else forced_blocks
-    return find(replace(tokens, attn_mask=None), recipe, CPU)
+def _forced(call: Call, tokens: TokenMask) -> Tensor:
+    """The forced blocks; they follow from lengths and recipe."""
+    find = _cached_forced if call.n_q * call.n_k <= SMALL else forced_blocks
+    return find(replace(tokens, attn_mask=None), call.recipe, torch.device("cpu"))
 
 
-def _amount(recipe: Recipe, Hq: int) -> tuple[int, Tensor]:
-    """The rule's number and its amount for each query head."""
-    rule, amounts = ALL, [1.0] * Hq
-    if isinstance(recipe.keep, KeepMass):
-        rule, amounts = MASS, heads_of(recipe.keep.mass, Hq, none=1.0)
-    elif isinstance(recipe.keep, KeepFraction):
-        rule, amounts = FRACTION, heads_of(recipe.keep.fraction, Hq, none=1.0)
+def _amount(call: Call) -> tuple[int, Tensor]:
+    """The rule's number, and its amount for each query head."""
+    rule, amounts = ALL, [1.0] * call.Hq
+    if isinstance(call.recipe.keep, KeepMass):
+        rule, amounts = MASS, heads_of(call.recipe.keep.mass, call.Hq, none=1.0)
+    elif isinstance(call.recipe.keep, KeepFraction):
+        rule, amounts = FRACTION, heads_of(call.recipe.keep.fraction, call.Hq, none=1.0)
     return rule, torch.tensor(amounts, dtype=torch.float64)
