@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -251,6 +255,108 @@ def test_nothing_is_measured_or_read_while_a_graph_is_traced(unmeasured, monkeyp
     assert "(measured on this machine)" in only(runs).reason, "by the op, when it ran"
     assert len(unmeasured) == 1
     torch._dynamo.reset()
+
+
+def test_calibration_inside_a_call_can_be_turned_off(unmeasured, monkeypatch):
+    monkeypatch.setenv("SPARGE_CALIBRATE", "0")
+    run = a_run()
+    assert (unmeasured, run.cost_source) == ([], "estimate")
+    assert "built-in estimate" in run.reason
+    monkeypatch.setenv("SPARGE_CALIBRATE", "no")
+    with pytest.raises(ValueError, match=r"SPARGE_CALIBRATE must be 0 .* or 1, got no"):
+        a_run()
+    monkeypatch.setenv("SPARGE_CALIBRATE", "1")
+    assert a_run().cost_source == "measured"
+    assert len(unmeasured) == 1
+
+
+def test_a_failure_is_kept_and_shown(unmeasured, monkeypatch, capsys):
+    def fail(proceed):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(calibrate, "measure", fail)
+    monkeypatch.setattr("sparge.cli.doctor.check_backends", lambda device: [])
+    run = a_run()
+    assert run.cost_source == "estimate"
+    assert "calibration failed: MemoryError: none left" in run.reason
+    assert run_json(["doctor"], capsys)["crossover"]["failure"] == "MemoryError: none left"
+    assert "calibration failed" in run_text(["doctor"], capsys)
+
+
+def test_an_interrupted_calibration_ends_its_thread_and_is_tried_again(unmeasured, monkeypatch):
+    """Ctrl-C: the thread was left running native code, and nothing was measured afterwards."""
+    measure, ended = calibrate.measure, threading.Event()
+
+    def interrupted(proceed):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            for _ in range(3000):
+                time.sleep(0.01)
+                proceed(0.0)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(calibrate, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a_run()
+    assert ended.is_set()
+    assert "sparge-calibrate" not in {thread.name for thread in threading.enumerate()}
+    assert not cache_directory().exists()
+    monkeypatch.setattr(calibrate, "measure", measure)
+    assert a_run().cost_source == "measured"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_ctrl_c_in_a_real_calibration_ends_the_process_as_python_does(tmp_path):
+    code = (
+        "import os, signal, threading, time, torch, sparge\n"
+        "def interrupt():\n"
+        "    while 'sparge-calibrate' not in {t.name for t in threading.enumerate()}:\n"
+        "        time.sleep(0.001)\n"
+        "    time.sleep(0.2); os.kill(os.getpid(), signal.SIGINT)\n"
+        "threading.Thread(target=interrupt, daemon=True).start()\n"
+        "x = torch.randn(1, 2, 2048, 64)\n"
+        "try:\n    sparge.attention(x, x, x)\n"
+        "except KeyboardInterrupt:\n    print('interrupted')\n"
+        "with sparge.record() as runs:\n    sparge.attention(x, x, x)\n"
+        "print(runs[0].cost_source)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SPARGE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stderr == ""
+    assert done.stdout == "interrupted\nmeasured\n"
+    assert done.returncode == 0
+
+
+# --- a machine that was busy ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "facts, hours, again",
+    [
+        ({}, 2, False),
+        ({"noise": 1.8}, 0, False),
+        ({"noise": 1.8}, 2, True),
+        ({"busy": 0.5}, 2, True),
+        ({"noise": 1.8, "date": "yesterday"}, 0, True),
+    ],
+)
+def test_a_measurement_of_a_busy_machine_is_repeated_later(unmeasured, facts, hours, again):
+    """In another process: this one has read what an earlier one wrote."""
+    date = (datetime.now(timezone.utc) - timedelta(hours=hours)).isoformat()
+    key = cache.key_of(native.available()[0], torch.get_num_threads())
+    earlier = replace(MEASURED, key=key, **{"date": date, **facts})
+    assert cache.write(earlier) == ""
+    run = a_run()
+    assert run.cost_source == "measured"
+    assert ("while it was busy" in run.reason) == (bool(facts) and not again)
+    assert len(unmeasured) == again
+    a_run()
+    assert len(unmeasured) == again
 
 
 # --- doctor and the environment ---------------------------------------------------------------

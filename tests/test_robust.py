@@ -240,3 +240,28 @@ def test_numbers_of_numpy_are_numbers():
     )
     with pytest.raises(TypeError, match="number"):
         KeepMass(np.bool_(True))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "name, change",
+    [("indices", lambda x: x.fill_(2**30)), ("counts", lambda x: x.fill_(10**6))],
+    ids=["indices", "counts"],
+)
+def test_a_plan_changed_in_place_is_looked_at_again(name, change, backend):
+    """It crashed the process: a plan made by a stage was trusted for good."""
+    q, k, v = tensors()
+    plan = sparge.make_plan(q, k, backend=backend)
+    before, _ = sparge.attend(q, k, v, plan, backend=backend)
+    assert plan.is_valid
+    change(getattr(plan, name))
+    assert not plan.is_valid
+    with pytest.raises(ValueError, match="plan is damaged"):
+        sparge.attend(q, k, v, plan, backend=backend)
+    with torch.inference_mode():
+        other = sparge.make_plan(q, k, backend=backend)
+        again, _ = sparge.attend(q, k, v, other, backend=backend)
+        assert torch.equal(again, before)
+        change(getattr(other, name))
+        with pytest.raises(ValueError, match="plan is damaged"):
+            sparge.attend(q, k, v, other, backend=backend)

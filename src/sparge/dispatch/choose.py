@@ -92,9 +92,10 @@ def settle(call: Call, choice: Choice) -> Choice:
     estimate = choice.estimate
     if estimate is None or not estimate.source or torch.compiler.is_compiling():
         return choice
-    # Not `any`: each backend may calibrate.
-    changed = [b.cost.calibrate(call) for b in backends()]
-    return choose(call, AUTO) if True in changed else choice
+    where = host(call.device)
+    able = [b for b in backends() if b.refusal(where, call) is None]
+    changed = [b.cost.calibrate(call) for b in able]  # each of them, hence no any()
+    return choose(call, AUTO) if any(changed) else choice
 
 
 def route_by_plan(plan: BlockPlan, call: Call, choice: Choice) -> Choice:

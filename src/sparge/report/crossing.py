@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..backends.cpu import calibrate as costs
 from ..backends.cpu import cost_file as cache
 from ..backends.cpu import library as native
-from ..backends.cpu.calibrate import measure
 from ..backends.cpu.cost import COST
 from ..backends.cpu.crossover import CLEARLY, DENSE_WAY, DTYPES, HEAD_DIMS, WAYS, Crossover, name_of
 from ..errors import Unsupported
@@ -29,7 +29,7 @@ def calibrate() -> dict[str, Any]:
     """Measure anew, keep it, and say what came of it."""
     if why := native.why_missing():
         raise Unsupported("there is nothing to calibrate:", {"cpu": why}, "dense attention is used")
-    measured = measure()
+    measured = costs.measure()
     COST.adopt(measured)
     return _status(measured, cache.write(measured), "measured now")
 

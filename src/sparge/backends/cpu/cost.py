@@ -92,6 +92,8 @@ class CpuCost:
 
     def calibrate(self, call: Call) -> bool:
         """Measure once per process, if nothing was measured or only on a busy machine long ago."""
+        if not library.available():
+            return False
         where, current = _where(), self.crossover()
         if not _allowed() or not (current.source == ESTIMATED or _stale(current)):
             return False
@@ -149,7 +151,7 @@ def _measure_apart() -> Crossover:
 
     found: list[Crossover] = []
     failed: list[Exception] = []
-    stop = threading.Event()
+    stop, ended = threading.Event(), threading.Event()
 
     def proceed(share: float) -> None:
         if stop.is_set():
@@ -160,14 +162,18 @@ def _measure_apart() -> Crossover:
             found.append(measure(proceed))
         except Exception as error:
             failed.append(error)
+        finally:
+            ended.set()
 
     thread = threading.Thread(target=work, name="sparge-calibrate")
-    thread.start()
     try:
+        thread.start()
         thread.join()
-    finally:
+    except BaseException:
         stop.set()
-        thread.join()
+        if thread.ident is not None:  # it runs, even if start() was interrupted
+            ended.wait()
+        raise
     if failed:
         raise failed[0]
     return found[0]
