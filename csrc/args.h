@@ -1,9 +1,13 @@
-// The nouns that cross from the ops to the kernels: plain structs, the same for every
-// instruction set. Strides are in bytes; a kernel never sees a torch type.
+// Arguments of the kernels: plain structs, the same for every instruction set. Strides are in
+// bytes; a kernel never sees a torch type.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+// Every instruction set compiles these functions with its own flags. A copy that is not inlined
+// would be merged by the linker, and could then run on a machine that lacks its instructions.
+#define SPARGE_INLINE __attribute__((always_inline)) inline
 
 namespace sparge {
 
@@ -20,13 +24,13 @@ enum class Predictor : int { mean, rows, blend };
 // Which pairs of a block may attend.
 enum Kind : int8_t { kExcluded = 0, kMixed = 1, kOpen = 2 };
 
-// A tensor [B, H, L, D] as it lies in memory.
+// A tensor [B, H, L, D] of any strides.
 struct Rows {
   const char* data = nullptr;
   int64_t stride_b = 0, stride_h = 0, stride_l = 0, stride_d = 0;
   Dtype dtype = Dtype::f32;
 
-  const char* row(int64_t b, int64_t h, int64_t l) const {
+  SPARGE_INLINE const char* row(int64_t b, int64_t h, int64_t l) const {
     return data + b * stride_b + h * stride_h + l * stride_l;
   }
 };
@@ -37,33 +41,33 @@ struct Scales {
   int64_t per_head = 0;
   int64_t rows_per_scale = 1;
 
-  const float* head(int64_t bh) const { return data + bh * per_head; }
-  float of(int64_t bh, int64_t l) const { return head(bh)[l / rows_per_scale]; }
+  SPARGE_INLINE const float* head(int64_t bh) const { return data + bh * per_head; }
+  SPARGE_INLINE float of(int64_t bh, int64_t l) const { return head(bh)[l / rows_per_scale]; }
 };
 
 struct Shape {
   int64_t B, Hq, Hk, Lq, Lk, D, Dv;
 
-  int64_t n_q() const { return (Lq + kBlockQ - 1) / kBlockQ; }
-  int64_t n_k() const { return (Lk + kBlockK - 1) / kBlockK; }
-  int64_t group() const { return Hq / Hk; }
+  SPARGE_INLINE int64_t n_q() const { return (Lq + kBlockQ - 1) / kBlockQ; }
+  SPARGE_INLINE int64_t n_k() const { return (Lk + kBlockK - 1) / kBlockK; }
+  SPARGE_INLINE int64_t group() const { return Hq / Hk; }
 };
 
 enum class MaskType : int { none, boolean, f32, bf16, f16 };
 
-// The causal diagonal and the caller's mask. Query row i stands at key position i + offset.
+// The causal diagonal and the caller's mask. Query row i may attend keys <= i + offset.
 struct TokenMask {
   bool is_causal = false;
   int64_t offset = 0;
   MaskType type = MaskType::none;
   const char* data = nullptr;  // strides of broadcast dimensions are 0
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
-  // Kinds of blocks where there is a mask, [1|B, 1|Hq, n_q, n_k]; without one they follow from
-  // the diagonal.
+  // Kinds of blocks under a mask, [1|B, 1|Hq, n_q, n_k]; without a mask they follow from the
+  // diagonal.
   const int8_t* kinds = nullptr;
   int64_t kinds_b = 0, kinds_h = 0, kinds_q = 0;
 
-  Kind kind(const Shape& s, int64_t b, int64_t h, int64_t i_q, int64_t i_k) const {
+  SPARGE_INLINE Kind kind(const Shape& s, int64_t b, int64_t h, int64_t i_q, int64_t i_k) const {
     if (kinds) return Kind(kinds[b * kinds_b + h * kinds_h + i_q * kinds_q + i_k]);
     if (!is_causal) return kOpen;
     const int64_t first_q = i_q * kBlockQ + offset;
@@ -75,17 +79,17 @@ struct TokenMask {
   }
 };
 
-// One pass over K after its mean is known, or over Q. Outputs that are null are not made.
+// One pass over K after its mean is known, or over Q. Outputs that are null are not computed.
 struct StatisticsArgs {
   Rows x;
   int64_t H, L, D;
   int block;          // rows of a block
-  const float* mean;  // [B, H, D], taken from every row; null for queries
+  const float* mean;  // [B, H, D], subtracted from every row; null for queries
   int8_t* codes;      // [B, H, L, D]
   float* scale;       // [B, H, L]
   float* pooled;      // [B, H, n, D]
   float* similarity;  // [B, H, n]
-  // Queries: what smoothing the keys takes from a row's scores, softmax_scale · q · mean.
+  // Queries: what subtracting the mean key changes in a row's scores, softmax_scale · q · mean.
   const float* key_mean;  // [B, Hk, D]
   int64_t group;
   float softmax_scale;
@@ -100,50 +104,79 @@ struct ChannelArgs {
   float* scale;   // [B, H, n_k, D]
 };
 
-// What the predictors and the selection read and write; one task is `query_blocks` of one head.
-struct PlanArgs {
+// What exact scores are computed from.
+struct ScoreArgs {
   Shape shape;
   TokenMask tokens;
-  Predictor predictor;
-  Keep keep;
   Precision precision;
   double softmax_scale;
-  int sample_rows;
-  const double* amount;         // mass or fraction of each query head
-  const float* min_similarity;  // of each query head; null without a judge
-  const float *q_pooled, *k_pooled, *q_similarity, *k_similarity;
-  Rows query, key;  // codes, or the caller's tensors
+  Rows query, key;  // int8 codes, or the caller's tensors
   Scales q_scale, k_scale;
-  const int8_t* forced;  // [n_q, n_k]
+};
+
+// Self-similarity of blocks. The mean of a block whose similarity is below the minimum predicts
+// nothing: such a row or column is kept as a whole.
+struct Similarity {
+  const float* minimum = nullptr;  // [Hq]; null trusts every block
+  const float* query = nullptr;    // [B, Hq, n_q]
+  const float* key = nullptr;      // [B, Hk, n_k]
+
+  // `>=` and not `!(<)`: a similarity that is NaN is never trusted.
+  SPARGE_INLINE bool trusts_row(const Shape& s, int64_t b, int64_t h, int64_t i_q) const {
+    return !minimum || query[(b * s.Hq + h) * s.n_q() + i_q] >= minimum[h];
+  }
+  SPARGE_INLINE bool trusts_column(const Shape& s, int64_t b, int64_t h, int64_t i_k) const {
+    return !minimum || key[(b * s.Hk + h / s.group()) * s.n_k() + i_k] >= minimum[h];
+  }
+};
+
+// The mass map: the predicted share of each key block in the attention of a query block.
+struct PredictArgs : ScoreArgs {
+  Predictor predictor;
+  int sample_rows;
+  const float *q_pooled, *k_pooled;  // [B, Hq, n_q, D], [B, Hk, n_k, D]; null for `rows`
+  Similarity similarity;             // only the columns are read
+  float* mass;                       // [B, Hq, n_q, n_k]
+};
+
+// The kept blocks of every query block, from the mass map.
+struct SelectArgs {
+  Shape shape;
+  TokenMask tokens;
+  Keep keep;
+  const float* mass;     // [B, Hq, n_q, n_k]; null for Keep::all
+  const double* amount;  // [Hq] mass or fraction
+  Similarity similarity;
+  const bool* forced;  // [n_q, n_k]
   int32_t *counts, *indices, *allowed;
-  // Keep::error: the indices hold of every block the first step that keeps it, for `check` to
-  // measure what each step costs the checked rows. These come in groups of 16, and one task of it
-  // is `check_groups` of one head.
-  Rows value;
-  const double* masses;  // [Hq, n_steps], rising
+  // Keep::error: `indices` receives for each block the first step that keeps it, -1 where no pair
+  // may attend; `counts` is not written.
+  const double* masses;  // [Hq, n_steps], ascending
   int n_steps;
-  const int64_t* checked;
+};
+
+// The error of every step of a budget, measured on some rows. Rows come in groups of 16.
+struct BudgetArgs : ScoreArgs {
+  Rows value;
+  const int32_t* first_steps;  // [B, Hq, n_q, n_k], from selection
+  int n_steps;
+  const int64_t* checked;  // [n_checked] query rows
   int64_t n_checked;
-  int check_groups;
+  int groups_per_task;
   double *wrong, *whole;  // [B, Hq, groups, n_steps], [B, Hq, groups]
 };
 
-struct AttendArgs {
-  Shape shape;
-  TokenMask tokens;
-  Precision precision;
-  double softmax_scale;
-  Rows query, key, value;
-  Scales q_scale, k_scale;
+struct AttendArgs : ScoreArgs {
+  Rows value;
   const float* v_scale;    // [B, Hk, n_k, Dv] of 8-bit V
   const float* lse_shift;  // [B, Hq, Lq] or null
   const float* pv_skip;    // of each query head; null when off, inf for a head that is off
   const int32_t *counts, *indices;
-  // Made once per call from K and V.
+  // Facts about K and V, computed once per call.
   const uint8_t* finite;     // [B, Hk, n_k]
   const float* largest;      // [B, Hk, n_k] largest |v| of each block
-  const int32_t* code_sums;  // [B, Hk, Lk] sums of key codes, where the product wants them
-  const char* v_tiles;       // transposed V, where the tile unit wants it
+  const int32_t* code_sums;  // [B, Hk, Lk] sums of key codes, where the product needs them
+  const char* v_tiles;       // transposed V, where the tile unit needs it
   int64_t v_tiles_block;     // bytes of one key block of it
   const float* v_factor;     // [B, Hk] the power of two that V is multiplied by
   char* out;
@@ -161,7 +194,7 @@ struct BackwardArgs {
   const float* delta;  // [B, Hq, Lq] rowsum(do ∘ out) - dlse
   const float* pv_skip;
   const int32_t *counts, *indices;
-  float *shift, *row_sum;  // [B, Hq, Lq] made by the query pass for the key pass
+  float *shift, *row_sum;  // [B, Hq, Lq] written by the query pass for the key pass
   uint8_t* skipped;        // [B, Hq, n_q, n_k] bit g: row group g skipped the block
   float *grad_query, *grad_key, *grad_value;
   // Key pass: the (head of the group, query block) pairs that keep each key block.
@@ -169,7 +202,8 @@ struct BackwardArgs {
   const int64_t* readers;
 };
 
-// What one instruction set can do. `task` counts blocks over all heads.
+// What one instruction set provides. A `task` counts blocks over all heads; `*_scratch` is the
+// bytes of scratch of one thread.
 struct Kernels {
   const char* name;
   void (*enter)();  // before and after the tasks of a thread
@@ -178,18 +212,22 @@ struct Kernels {
                    float* sum);
   void (*statistics)(const StatisticsArgs&, int64_t task);
   void (*channels)(const ChannelArgs&, int64_t task);
-  size_t (*plan_scratch)(const PlanArgs&);
-  void (*plan)(const PlanArgs&, int64_t task, char* scratch);
-  int plan_query_blocks;  // query blocks of one plan task
-  size_t (*check_scratch)(const PlanArgs&);
-  void (*check)(const PlanArgs&, int64_t task, char* scratch);
-  int most_check_groups;
-  // What attend reads besides its operands, made block by block of K and V.
-  bool (*wants_code_sums)(const AttendArgs&);
+  // A task is `query_blocks_per_task` query blocks of one head.
+  int query_blocks_per_task;
+  size_t (*predict_scratch)(const PredictArgs&);
+  void (*predict)(const PredictArgs&, int64_t task, char* scratch);
+  size_t (*select_scratch)(const SelectArgs&);
+  void (*select)(const SelectArgs&, int64_t task, char* scratch);
+  // A task is `BudgetArgs::groups_per_task` groups of checked rows of one head.
+  int max_budget_groups;
+  size_t (*budget_scratch)(const BudgetArgs&);
+  void (*budget)(const BudgetArgs&, int64_t task, char* scratch);
+  // Facts about K and V that attend reads besides its operands; a task is one key block.
+  bool (*needs_code_sums)(const AttendArgs&);
   int64_t (*v_tile_bytes)(const AttendArgs&);
-  void (*look_at_block)(const AttendArgs&, int64_t task, uint8_t* finite, float* largest,
+  void (*find_kv_facts)(const AttendArgs&, int64_t task, uint8_t* finite, float* largest,
                         int32_t* code_sums);
-  void (*tile_value)(const AttendArgs&, int64_t task, char* v_tiles);
+  void (*transpose_value)(const AttendArgs&, int64_t task, char* v_tiles);
   size_t (*attend_scratch)(const AttendArgs&);
   void (*attend)(const AttendArgs&, int64_t task, char* scratch);
   size_t (*backward_scratch)(const BackwardArgs&);

@@ -1,8 +1,8 @@
-// Attention of one query block: two schedules of the pieces in walk.h.
+// Attention of one query block: two schedules of the steps in walk.h.
 //
 //   in turn      scores → softmax → accumulate, for vector products
-//   interleaved  scores of the next step beside the exponentials of this one and what the last
-//                unit accumulates, so that tile unit and vector ports are both busy
+//   interleaved  scores of the next step, exponentials of this one and accumulation of the
+//                previous unit overlap, so that tile unit and vector ports are both busy
 #pragma once
 
 #include "walk.h"
@@ -30,7 +30,7 @@ struct InTurn : Walk<QK, PV, kDegree> {
           for (int quarter = 0; quarter < 4; ++quarter) multiply(unit, slot, 0, quarter);
           for (int quarter = 0; quarter < 4; ++quarter) scale(unit, slot, 0, quarter, k_scale);
         }
-        // One block at a time: nothing waits under an old shift.
+        // One block at a time: no pending P depends on the old shift.
         if (!decide(unit, 0, attends, [](int) {})) continue;
         exponentiate(unit, 0, 0, 0, 0, 0, kBlockK);
         const float* p = weights_of(0, 0, 0);
@@ -63,11 +63,11 @@ struct Interleaved : Walk<QK, PV, kDegree> {
     int slot[kChunk] = {};
     const char* v_tile[kChunk] = {};
     const float* v_scale[kChunk] = {};
-  } pending, open;  // `open` is the unit whose P is being made
+  } pending, open;  // `open` is the unit whose P is being computed
 
-  // One item is 32 rows of the accumulator of the pending unit, over all of its blocks: this is
-  // what its block i adds. 8-bit sums are put aside, to join the accumulator later: read at once
-  // they would keep everything behind them waiting for the tile unit.
+  // One item is 32 rows of the accumulator of the pending unit, over all of its blocks; this
+  // multiplies block i. 8-bit sums go to `sums` and are added by join_item: reading them at once
+  // would stall on the tile unit.
   void multiply_item(int i) {
     if (i >= pending.n) return;
     const int64_t first = int64_t(pending.items_done) * 2 * kLanes;
@@ -100,7 +100,7 @@ struct Interleaved : Walk<QK, PV, kDegree> {
   }
   void finish_pending(int unit) {
     if (pending.unit == unit) finish_items();
-    // Blocks of this chunk whose P was made under the old shift.
+    // Blocks of this chunk whose P was computed with the old shift.
     if (open.unit == unit && open.n) {
       const Pending other = pending;
       pending = open;
@@ -135,7 +135,7 @@ struct Interleaved : Walk<QK, PV, kDegree> {
           open.v_scale[open.n++] = v_scale_of(slots[slot].i_k);
         }
         const int later = from + kChunk + slot;
-        // The step ahead; behind the last it is the next chunk's first, this one's keys being done.
+        // The next step; after the last one, the first of the next chunk.
         const bool ends = step + 1 == n_steps, more = !ends || from + kChunk < n;
         const int ahead = ends ? 0 : step + 1;
         if (ends && more) take(from + kChunk);
@@ -144,7 +144,7 @@ struct Interleaved : Walk<QK, PV, kDegree> {
         const int next_unit = ahead / n_slots;
         const Slot& next = slots[ahead % n_slots];
         for (int part = 0; part < 4; ++part) {
-          // A few lines at a time: all at once they would hold up the loads of the tiles.
+          // A few cache lines at a time; more would delay the tile loads.
           if (later < n) fetch(kept[later], unit * 4 + part, kGroups / kUnit * 4);
           if (scored) multiply(next_unit, next, other, part);
           half_step(active, unit, 0, parity, p_parity, slot, part);

@@ -1,20 +1,21 @@
 // Gradients in fp32; the plan and the skipped row groups are constants.
 //
 //   p  = 2^(s - shift) / row_sum,  ds = p ∘ (do · vᵀ - delta) · scale
-//   query pass: dq = ds · k      a query is a lane; also finds shift, row_sum and the skipped
-//   groups key pass:   dv = pᵀ · do,  dk = dsᵀ · q    a key is a lane, over the query blocks that
-//   read it
+//
+//   query pass  dq = ds · k: a query is a lane; also finds shift, row_sum and the skipped groups
+//   key pass    dv = pᵀ · do, dk = dsᵀ · q: a key is a lane, over the query blocks that keep it
 #pragma once
 
+#include "arena.h"
 #include "operands.h"
 #include "softmax.h"
 
 namespace sparge {
 namespace {
 
-// A block of rows in panels twice over: as it is, and turned over (a column is a row).
+// A block of rows as panels, and transposed (a column is a row).
 struct Block {
-  float *rows, *panels, *turned;
+  float *rows, *panels, *transposed;
   int64_t width;
 };
 inline void take_block(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t n, int64_t total,
@@ -29,7 +30,7 @@ inline void take_block(const Rows& x, int64_t b, int64_t h, int64_t first, int64
   // [panel of columns][row][column]
   for (int64_t d = 0; d < to.width; d += kRowsAtOnce)
     for (int64_t i = 0; i < total; ++i)
-      std::memcpy(to.turned + d * total + i * kRowsAtOnce, to.rows + i * to.width + d,
+      std::memcpy(to.transposed + d * total + i * kRowsAtOnce, to.rows + i * to.width + d,
                   kRowsAtOnce * 4);
 }
 
@@ -39,54 +40,39 @@ inline void pack_lanes(const Rows& x, int64_t b, int64_t h, int64_t first, int64
   for (int64_t i = 0; i < n; ++i) rows[i] = x.row(b, h, first + i);
   pack_queries<Product::f32>(x, rows, int(n), D, false, out);
 }
-// [D][16] becomes rows of `out`, which lie contiguous.
+// [D][16] to contiguous rows of `out`.
 inline void write_lanes(const float* lanes, int64_t n, int64_t D, float* out) {
   for (int64_t i = 0; i < n; ++i)
     for (int64_t d = 0; d < D; ++d) out[i * D + d] = lanes[d * kLanes + i];
 }
 
 struct BackwardScratch {
-  Block a, b;  // of D and of Dv numbers
+  Block a, b;  // rows of D and of Dv numbers
   float *queries, *grads, *scores, *dp, *sum, *sum2;
   GroupState* groups;
   GroupMask* mask;
 
-  static size_t carve(const BackwardArgs& args, char* base, BackwardScratch* p) {
-    const size_t D = size_t(round_up(args.shape.D, kLanes));
-    const size_t Dv = size_t(round_up(args.shape.Dv, kLanes));
-    size_t at = 0;
-    auto take = [&](size_t n) {
-      char* start = base + at;
-      at += (n + 63) / 64 * 64;
-      return start;
-    };
-    char* part[14];
-    for (int i = 0; i < 3; ++i) part[i] = take(kBlockQ * D * 4);
-    for (int i = 3; i < 6; ++i) part[i] = take(kBlockQ * Dv * 4);
-    part[6] = take(kBlockQ * D * 4);
-    part[7] = take(kBlockQ * Dv * 4);
-    part[8] = take(kBlockQ * kLanes * 4);
-    part[9] = take(kBlockQ * kLanes * 4);
-    part[10] = take(kBlockQ * D * 4);
-    part[11] = take(kBlockQ * Dv * 4);
-    part[12] = take(sizeof(GroupState) * kGroups);
-    part[13] = take(sizeof(GroupMask));
-    if (p) {
-      float* room[12];
-      for (int i = 0; i < 12; ++i) room[i] = reinterpret_cast<float*>(part[i]);
-      p->a = {room[0], room[1], room[2], int64_t(D)};
-      p->b = {room[3], room[4], room[5], int64_t(Dv)};
-      p->queries = room[6], p->grads = room[7], p->scores = room[8], p->dp = room[9];
-      p->sum = room[10], p->sum2 = room[11];
-      p->groups = reinterpret_cast<GroupState*>(part[12]);
-      p->mask = reinterpret_cast<GroupMask*>(part[13]);
-    }
-    return at;
+  size_t scratch_bytes;
+
+  BackwardScratch(const BackwardArgs& args, char* scratch) {
+    Arena arena{scratch};
+    const int64_t widths[2] = {round_up(args.shape.D, kLanes), round_up(args.shape.Dv, kLanes)};
+    auto rows = [&](int64_t width) { return arena.take<float>(kBlockQ * size_t(width)); };
+    auto block = [&](int64_t width) { return Block{rows(width), rows(width), rows(width), width}; };
+    a = block(widths[0]);
+    b = block(widths[1]);
+    queries = rows(widths[0]);
+    grads = rows(widths[1]);
+    scores = rows(kLanes);
+    dp = rows(kLanes);
+    sum = rows(widths[0]);
+    sum2 = rows(widths[1]);
+    groups = arena.take<GroupState>(kGroups);
+    mask = arena.take<GroupMask>(1);
+    scratch_bytes = arena.used;
   }
 };
-size_t backward_scratch(const BackwardArgs& a) {
-  return BackwardScratch::carve(a, nullptr, nullptr);
-}
+size_t backward_scratch(const BackwardArgs& a) { return BackwardScratch(a, nullptr).scratch_bytes; }
 
 inline bool masked_block(const BackwardArgs& a, int64_t b, int64_t h, int64_t i_q, int64_t i_k) {
   return (i_k + 1) * kBlockK > a.shape.Lk || a.tokens.kind(a.shape, b, h, i_q, i_k) != kOpen;
@@ -94,15 +80,14 @@ inline bool masked_block(const BackwardArgs& a, int64_t b, int64_t h, int64_t i_
 
 void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
   const Shape& s = a.shape;
-  BackwardScratch t;
-  BackwardScratch::carve(a, scratch, &t);
+  const BackwardScratch t(a, scratch);
   const int64_t i_q = task % s.n_q(), bh = task / s.n_q(), b = bh / s.Hq, h = bh % s.Hq;
   const int64_t h_k = h / s.group(), first = i_q * kBlockQ;
   const int64_t n_rows = s.Lq - first < kBlockQ ? s.Lq - first : kBlockQ;
   const int n_groups = int((n_rows + kLanes - 1) / kLanes);
   const int32_t* kept = a.indices + task * s.n_k();
   const int n = a.counts[task];
-  const F16 factor = all(float(a.softmax_scale * 1.4426950408889634));
+  const F32x16 factor = broadcast(float(a.softmax_scale * 1.4426950408889634));
   const float pv_skip = a.pv_skip ? a.pv_skip[h] : INFINITY;
 
   auto lanes_of = [&](int g) {
@@ -114,7 +99,7 @@ void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
     pack_lanes(a.grad_out, b, h, first + g * kLanes, lanes_of(g), s.Dv,
                t.grads + g * s.Dv * kLanes);
     GroupState& state = t.groups[g];
-    store(state.row_max, all(-INFINITY));
+    store(state.row_max, broadcast(-INFINITY));
     store(state.shift, zero());
     store(state.row_sum, zero());
     state.valid = uint16_t((1u << lanes_of(g)) - 1);
@@ -129,7 +114,7 @@ void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
       mask_group(a.tokens, s, b, h, rows, lanes_of(g), i_k, t.mask);
     }
     return scale_scores<false>(t.scores, 0, kBlockK, nullptr, factor, masked ? t.mask : nullptr,
-                               kLog2e, all(-INFINITY));
+                               kLog2e, broadcast(-INFINITY));
   };
   auto keys_of = [&](int64_t i_k) {
     return s.Lk - i_k * kBlockK < kBlockK ? s.Lk - i_k * kBlockK : kBlockK;
@@ -140,14 +125,13 @@ void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
     uint8_t skipped = 0;
     for (int g = 0; g < n_groups; ++g) {
       GroupState& state = t.groups[g];
-      const F16 most = score(g, kept[i]);
+      const F32x16 most = score(g, kept[i]);
       if (skips(state, most, pv_skip)) {
         skipped |= uint8_t(1u << g);
       } else {
-        const F16 fade = follow(&state, most);
-        (void)fade;
-        F16 sum = load(state.row_sum);
-        const F16 shift = load(state.shift);
+        move_shift(&state, most);
+        F32x16 sum = load(state.row_sum);
+        const F32x16 shift = load(state.shift);
         for (int j = 0; j < kBlockK; ++j) sum = sum + exp2<6>(load(t.scores + j * kLanes) - shift);
         store(state.row_sum, sum);
       }
@@ -174,14 +158,14 @@ void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
       alignas(64) float delta[kLanes] = {};
       std::memcpy(delta, a.delta + bh * s.Lq + first + g * kLanes, size_t(lanes_of(g)) * 4);
       const GroupState& state = t.groups[g];
-      const F16 row_sum = load(state.row_sum), shift = load(state.shift), d = load(delta);
-      const F16 weight =
-          select(less(zero(), row_sum), all(float(a.softmax_scale)) / row_sum, zero());
+      const F32x16 row_sum = load(state.row_sum), shift = load(state.shift), d = load(delta);
+      const F32x16 weight =
+          select(less(zero(), row_sum), broadcast(float(a.softmax_scale)) / row_sum, zero());
       for (int j = 0; j < kBlockK; ++j) {
-        const F16 p = exp2<6>(load(t.scores + j * kLanes) - shift) * weight;
+        const F32x16 p = exp2<6>(load(t.scores + j * kLanes) - shift) * weight;
         store(t.scores + j * kLanes, p * (load(t.dp + j * kLanes) - d));
       }
-      product<Product::f32>(panels_of(t.a.turned, kBlockK), s.D, t.scores, kBlockK,
+      product<Product::f32>(panels_of(t.a.transposed, kBlockK), s.D, t.scores, kBlockK,
                             t.sum + g * t.a.width * kLanes, true);
     }
   }
@@ -192,8 +176,7 @@ void backward_query(const BackwardArgs& a, int64_t task, char* scratch) {
 
 void backward_key(const BackwardArgs& a, int64_t task, char* scratch) {
   const Shape& s = a.shape;
-  BackwardScratch t;
-  BackwardScratch::carve(a, scratch, &t);
+  const BackwardScratch t(a, scratch);
   const int64_t i_k = task % s.n_k(), bh = task / s.n_k(), b = bh / s.Hk, h_k = bh % s.Hk;
   const int64_t first = i_k * kBlockK;
   const int64_t n_keys = s.Lk - first < kBlockK ? s.Lk - first : kBlockK;
@@ -233,9 +216,9 @@ void backward_key(const BackwardArgs& a, int64_t task, char* scratch) {
           store(ds_row, zero());
           continue;
         }
-        F16 x = load(p_row) * all(factor);
+        F32x16 x = load(p_row) * broadcast(factor);
         if (masked) {
-          // The mask of one row over 16 keys: lanes are keys here.
+          // The mask of one row over 16 keys; lanes are keys here.
           alignas(64) float bias[kLanes] = {};
           Lanes may = 0;
           const TokenMask& m = a.tokens;
@@ -255,16 +238,17 @@ void backward_key(const BackwardArgs& a, int64_t task, char* scratch) {
             }
             may |= Lanes(ok) << l;
           }
-          x = max(all(-3.4028234663852886e38f), fma(load(bias), all(kLog2e), x));
-          x = select(may, x, all(-INFINITY));
+          x = max(broadcast(-3.4028234663852886e38f), fma(load(bias), broadcast(kLog2e), x));
+          x = select(may, x, broadcast(-INFINITY));
         }
-        const F16 p = exp2<6>(x - all(a.shift[row])) * all(1.0f / a.row_sum[row]);
+        const F32x16 p = exp2<6>(x - broadcast(a.shift[row])) * broadcast(1.0f / a.row_sum[row]);
         store(p_row, p);
-        store(ds_row, p * (load(ds_row) - all(a.delta[row])) * all(float(a.softmax_scale)));
+        store(ds_row,
+              p * (load(ds_row) - broadcast(a.delta[row])) * broadcast(float(a.softmax_scale)));
       }
-      product<Product::f32>(panels_of(t.a.turned, kBlockQ), s.D, t.dp, kBlockQ,
+      product<Product::f32>(panels_of(t.a.transposed, kBlockQ), s.D, t.dp, kBlockQ,
                             t.sum + g * t.a.width * kLanes, true);
-      product<Product::f32>(panels_of(t.b.turned, kBlockQ), s.Dv, t.scores, kBlockQ,
+      product<Product::f32>(panels_of(t.b.transposed, kBlockQ), s.Dv, t.scores, kBlockQ,
                             t.sum2 + g * t.b.width * kLanes, true);
     }
   }

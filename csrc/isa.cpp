@@ -38,7 +38,7 @@ struct Features {
     const bool tiles = (d >> 24 & 1) && (d >> 25 & 1) && (d >> 22 & 1);
     if (highest >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) bf16 = avx512 && (a >> 5 & 1);
     if (tiles && bf16 && (state & 0x60000) == 0x60000) {
-      // The kernel hands out tile state on request, once for the process.
+      // Linux grants tile state on request, once per process.
       constexpr int kRequest = 0x1023, kTileData = 18;
       amx = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
     }

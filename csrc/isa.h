@@ -11,8 +11,8 @@ struct Isa {
   bool (*available)();
 };
 
-// Best first, numbered the same everywhere (src/sparge/native.py knows the names); the last two
-// run anywhere.
+// Best first. The numbers are the same everywhere (backends/cpu/library.py has the names); the last
+// two run on any machine.
 const Isa* isas(int* count);
 
 }  // namespace sparge

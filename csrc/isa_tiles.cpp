@@ -1,4 +1,4 @@
-// The tile walk in plain code: what `amx` does, on any machine. For tests.
+// The AMX schedule over a scalar emulation of the tile unit; for tests.
 #define SPARGE_TILES
 #define SPARGE_TILES_IN_PLAIN_CODE
 #include "arch/portable.h"

@@ -1,13 +1,14 @@
-// The table of one instruction set. Included last, after the words of its arch.
+// The kernel table of one instruction set. Included last, after its arch header.
 #pragma once
 
 #include <type_traits>
 
 #include "attend.h"
 #include "backward.h"
-#include "check.h"
-#include "look.h"
-#include "plan.h"
+#include "budget.h"
+#include "kv_facts.h"
+#include "predict.h"
+#include "select.h"
 #include "statistics.h"
 
 namespace sparge {
@@ -17,7 +18,7 @@ template <Product QK, Product PV, int kDegree>
 using Schedule =
     std::conditional_t<is_tile(QK), Interleaved<QK, PV, kDegree>, InTurn<QK, PV, kDegree>>;
 
-// The walk that a call takes: which products make its scores and its outputs.
+// The schedule of a call: which products compute its scores and its outputs.
 template <class F>
 inline auto with_walk(const AttendArgs& a, F f) {
   using Int8 = Schedule<kScoresInt8, kOutHalf, 4>;
@@ -43,8 +44,8 @@ struct Pointee<W*> {
 };
 
 size_t attend_scratch(const AttendArgs& a) {
-  return with_walk(a,
-                   [&](auto w) { return Pointee<decltype(w)>::type::bytes(a, nullptr, nullptr); });
+  return with_walk(
+      a, [&](auto w) { return typename Pointee<decltype(w)>::type(a, 0, nullptr).scratch_bytes; });
 }
 void attend(const AttendArgs& a, int64_t task, char* scratch) {
   with_walk(a, [&](auto w) {
@@ -56,11 +57,15 @@ void attend(const AttendArgs& a, int64_t task, char* scratch) {
     return 0;
   });
 }
-size_t plan_scratch(const PlanArgs& a) { return PlanScratch::carve(a, nullptr, nullptr); }
-void plan(const PlanArgs& a, int64_t task, char* scratch) { Planner(a, task, scratch).run(); }
-
-size_t check_scratch(const PlanArgs& a) { return CheckScratch::carve(a, nullptr, nullptr); }
-void check(const PlanArgs& a, int64_t task, char* scratch) { Checker(a, task, scratch).run(); }
+// The scratch and the run of a task: `Work` is its struct, made from arguments, task and scratch.
+template <class Work, class Args>
+size_t scratch_of(const Args& a) {
+  return Work(a, 0, nullptr).scratch_bytes;
+}
+template <class Work, class Args>
+void run(const Args& a, int64_t task, char* scratch) {
+  Work(a, task, scratch).run();
+}
 
 void enter() {
 #ifdef SPARGE_TILES
@@ -80,16 +85,18 @@ constexpr Kernels table(const char* name) {
           sum_rows,
           statistics,
           channels,
-          plan_scratch,
-          plan,
-          kPlanBlocks,
-          check_scratch,
-          check,
-          kMostGroups,
-          wants_code_sums,
+          kBlocksPerTask,
+          scratch_of<Predictions, PredictArgs>,
+          run<Predictions, PredictArgs>,
+          scratch_of<Selection, SelectArgs>,
+          run<Selection, SelectArgs>,
+          kMaxBudgetGroups,
+          scratch_of<StepErrors, BudgetArgs>,
+          run<StepErrors, BudgetArgs>,
+          needs_code_sums,
           v_tile_bytes,
-          look_at_block,
-          tile_value,
+          find_kv_facts,
+          transpose_value,
           attend_scratch,
           attend,
           backward_scratch,

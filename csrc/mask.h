@@ -1,13 +1,12 @@
 // Which queries of a row group may attend each key of a block, and the bias that is added.
 #pragma once
 
-#include "rows.h"
+#include "read_rows.h"
 
 namespace sparge {
 namespace {
 
-// For the 16 rows from `first_row`: lanes that may attend each of the 64 keys. Rows behind the
-// last query may attend what the diagonal allows; nobody reads them.
+// The lanes that may attend each of the 64 keys of a block.
 struct GroupMask {
   uint16_t may[kBlockK];
   uint16_t any;  // lanes that may attend some key
@@ -28,7 +27,7 @@ inline void mask_group(const TokenMask& t, const Shape& s, int64_t b, int64_t h,
   out->any = 0;
   out->has_bias = t.type != MaskType::none && t.type != MaskType::boolean;
   if (t.type == MaskType::none) {
-    // The diagonal alone: of each lane the last key it may attend, counted from the block's first.
+    // The diagonal alone: the last key that each lane may attend, relative to the block's first.
     alignas(64) float last[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       int64_t k =
@@ -37,9 +36,9 @@ inline void mask_group(const TokenMask& t, const Shape& s, int64_t b, int64_t h,
       k = k < -1 ? -1 : k > kBlockK ? kBlockK : k;
       last[i] = i < n_rows ? float(k) : -1.0f;
     }
-    const F16 lanes = load(last);
+    const F32x16 lanes = load(last);
     for (int j = 0; j < kBlockK; ++j) {
-      out->may[j] = uint16_t(at_least(lanes, all(float(j))));
+      out->may[j] = uint16_t(at_least(lanes, broadcast(float(j))));
       out->any |= out->may[j];
     }
     return;

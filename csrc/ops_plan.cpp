@@ -1,4 +1,10 @@
-// What Python calls to plan: torch.ops.sparge_cpu.{plan, plan_steps, take_steps}.
+// torch.ops.sparge_cpu.{predict, select, select_steps, take_steps}: from statistics to a plan.
+//
+//   predict       the mass map [B, Hq, n_q, n_k]; a caller on several machines reduces it here
+//   select        the kept blocks of every query block
+//   select_steps  for an error budget: the first step that keeps each block, and the error of
+//                 each step on the checked rows; then
+//   take_steps    the kept blocks of the step that each head takes
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -10,30 +16,8 @@
 namespace sparge {
 namespace {
 
-PlanArgs plan_args(const Tensor& query, const Tensor& key, const MaybeTensor& q_scale,
-                   int64_t q_rows_per_scale, const MaybeTensor& k_scale, int64_t k_rows_per_scale,
-                   const MaybeTensor& q_pooled, const MaybeTensor& k_pooled, const Tensor& forced,
-                   const MaybeTensor& mask, const MaybeTensor& kinds, bool is_causal,
-                   int64_t offset, int64_t precision, double softmax_scale, int64_t sample_rows,
-                   const Tensor& counts, const Tensor& indices, const Tensor& allowed) {
-  PlanArgs a{};
-  a.shape = {
-      query.size(0), query.size(1), key.size(1), query.size(2), key.size(2), query.size(3), 1};
-  a.tokens = mask_of(mask, kinds, is_causal, offset);
-  take_scored(&a, query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale, precision,
-              softmax_scale);
-  a.sample_rows = int(sample_rows);
-  a.q_pooled = data_of<float>(q_pooled);
-  a.k_pooled = data_of<float>(k_pooled);
-  a.forced = data_of<int8_t>(forced);
-  a.counts = data_of<int32_t>(counts);
-  a.indices = data_of<int32_t>(indices);
-  a.allowed = data_of<int32_t>(allowed);
-  return a;
-}
-
-// f(task, scratch) for tasks that are pieces of heads. The last rows of a causal head see the most:
-// they go first.
+// f(task, scratch) for tasks that are pieces of heads. The last rows of a causal head may attend
+// the most blocks: they go first.
 template <class F>
 void run_pieces(const Kernels& k, int64_t heads, int64_t per_head, size_t scratch, const F& f) {
   std::vector<int64_t> order(static_cast<size_t>(heads * per_head));
@@ -42,116 +26,185 @@ void run_pieces(const Kernels& k, int64_t heads, int64_t per_head, size_t scratc
   run_tasks(k, heads * per_head, scratch, order.data(), f);
 }
 
-void predict_and_keep(const Kernels& k, const PlanArgs& a) {
-  const int64_t per_head = (a.shape.n_q() + k.plan_query_blocks - 1) / k.plan_query_blocks;
-  run_pieces(k, a.shape.B * a.shape.Hq, per_head, k.plan_scratch(a),
-             [&](int64_t task, char* scratch) { k.plan(a, task, scratch); });
+void check_between(const char* name, const double* x, int64_t n, double low, double high) {
+  for (int64_t i = 0; i < n; ++i)
+    if (!(x[i] >= low && x[i] <= high))
+      refuse(name, " must be in ", low, " … ", high, ", got ", x[i]);
 }
 
-void plan(const Tensor& query, const Tensor& key, MaybeTensor q_scale, int64_t q_rows_per_scale,
-          MaybeTensor k_scale, int64_t k_rows_per_scale, MaybeTensor q_pooled, MaybeTensor k_pooled,
-          MaybeTensor q_similarity, MaybeTensor k_similarity, MaybeTensor min_similarity,
-          const Tensor& amount, const Tensor& forced, MaybeTensor mask, MaybeTensor kinds,
-          bool is_causal, int64_t offset, int64_t predictor, int64_t keep, int64_t precision,
-          double softmax_scale, int64_t sample_rows, Tensor counts, Tensor indices, Tensor allowed,
-          int64_t isa) {
-  PlanArgs a = plan_args(query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale, q_pooled,
-                         k_pooled, forced, mask, kinds, is_causal, offset, precision, softmax_scale,
-                         sample_rows, counts, indices, allowed);
-  a.predictor = Predictor(predictor);
-  a.keep = Keep(keep);
-  a.amount = data_of<double>(amount);
-  a.min_similarity = data_of<float>(min_similarity);
-  a.q_similarity = data_of<float>(q_similarity);
-  a.k_similarity = data_of<float>(k_similarity);
-  predict_and_keep(kernels_of(isa), a);
-}
-
-// The first half of a plan by error: `indices` say of every block the first step that keeps it,
-// `wrong` and `whole` what each step costs the checked rows of each head. `take_steps` is the
-// other.
-void plan_steps(const Tensor& query, const Tensor& key, const Tensor& value, MaybeTensor q_scale,
-                int64_t q_rows_per_scale, MaybeTensor k_scale, int64_t k_rows_per_scale,
-                const Tensor& q_pooled, const Tensor& k_pooled, const Tensor& masses,
-                const Tensor& checked, const Tensor& forced, MaybeTensor mask, MaybeTensor kinds,
-                bool is_causal, int64_t offset, int64_t precision, double softmax_scale,
-                int64_t sample_rows, Tensor wrong, Tensor whole, Tensor indices, Tensor allowed,
-                int64_t isa) {
+void predict(const Tensor& query, const Tensor& key, MaybeTensor q_scale, int64_t q_rows_per_scale,
+             MaybeTensor k_scale, int64_t k_rows_per_scale, int64_t precision, double softmax_scale,
+             MaybeTensor q_pooled, MaybeTensor k_pooled, MaybeTensor k_similarity,
+             MaybeTensor min_similarity, MaybeTensor mask, MaybeTensor kinds, bool is_causal,
+             int64_t offset, int64_t predictor, int64_t sample_rows, Tensor mass, int64_t isa) {
   const Kernels& k = kernels_of(isa);
-  PlanArgs a = plan_args(query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale, q_pooled,
-                         k_pooled, forced, mask, kinds, is_causal, offset, precision, softmax_scale,
-                         sample_rows, allowed, indices, allowed);
-  a.predictor = Predictor::blend;
-  a.keep = Keep::error;
-  a.shape.Dv = value.size(3);
-  a.value = rows_of(value);
-  a.masses = data_of<double>(masses);
-  a.n_steps = int(masses.size(1));
-  a.checked = data_of<int64_t>(checked);
-  a.n_checked = checked.size(0);
-  predict_and_keep(k, a);
+  Arguments arguments;
+  PredictArgs a{};
+  a.predictor = Predictor(in_range("predictor", predictor, 0, int64_t(Predictor::blend)));
+  a.shape = arguments.shape(query, key);
+  const Shape& s = a.shape;
+  arguments.scored(&a, query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale, precision,
+                   softmax_scale, a.predictor != Predictor::mean);
+  a.tokens = tokens_of(k, &arguments, mask, kinds, is_causal, offset, s);
+  a.sample_rows = int(in_range("sample_rows", sample_rows, 1, kBlockQ));
+  a.q_pooled = arguments.read<float>("q_pooled", q_pooled, {s.B, s.Hq, s.n_q(), s.D});
+  a.k_pooled = arguments.read<float>("k_pooled", k_pooled, {s.B, s.Hk, s.n_k(), s.D});
+  if (a.predictor != Predictor::rows && !(a.q_pooled && a.k_pooled))
+    refuse("q_pooled and k_pooled are needed by predictor ", predictor);
+  a.similarity.minimum = arguments.read<float>("min_similarity", min_similarity, {s.Hq});
+  a.similarity.key = arguments.read<float>("k_similarity", k_similarity, {s.B, s.Hk, s.n_k()});
+  if (a.similarity.minimum && !a.similarity.key)
+    refuse("k_similarity is needed with min_similarity");
+  a.mass = arguments.write<float>("mass", mass, {s.B, s.Hq, s.n_q(), s.n_k()});
+  run_pieces(k, s.B * s.Hq, blocks_of(s.n_q(), k.query_blocks_per_task), k.predict_scratch(a),
+             [&](int64_t task, char* scratch) { k.predict(a, task, scratch); });
+}
 
-  const int64_t heads = a.shape.B * a.shape.Hq, groups = (a.n_checked + kLanes - 1) / kLanes;
-  const int64_t n_steps = a.n_steps;
-  std::vector<double> off(size_t(heads * groups * n_steps)), size(size_t(heads * groups));
-  a.wrong = off.data();
-  a.whole = size.data();
-  // Groups that walk together share the packing of K and V, if no thread goes without work by it.
+void run_select(const Kernels& k, const SelectArgs& a) {
+  const int64_t per_head = blocks_of(a.shape.n_q(), k.query_blocks_per_task);
+  run_pieces(k, a.shape.B * a.shape.Hq, per_head, k.select_scratch(a),
+             [&](int64_t task, char* scratch) { k.select(a, task, scratch); });
+}
+
+void select(MaybeTensor mass, int64_t keep, const Tensor& amount, MaybeTensor q_similarity,
+            MaybeTensor k_similarity, MaybeTensor min_similarity, const Tensor& forced,
+            MaybeTensor mask, MaybeTensor kinds, bool is_causal, int64_t offset, int64_t Lq,
+            int64_t Lk, Tensor counts, Tensor indices, Tensor allowed, int64_t isa) {
+  const Kernels& k = kernels_of(isa);
+  Arguments arguments;
+  SelectArgs a{};
+  const int64_t n_q = blocks_of(in_range("Lq", Lq, 1, kMaxLength), kBlockQ);
+  const int64_t n_k = blocks_of(in_range("Lk", Lk, 1, kMaxLength), kBlockK);
+  a.indices = arguments.write<int32_t>("indices", indices, {kAny, kAny, n_q, n_k});
+  const int64_t B = indices.size(0), Hq = indices.size(1);
+  a.similarity.key = arguments.read<float>("k_similarity", k_similarity, {B, kAny, n_k});
+  const int64_t Hk = k_similarity ? k_similarity->size(1) : Hq;
+  if (Hq % Hk) refuse("k_similarity must have a number of heads that divides ", Hq, ", got ", Hk);
+  a.shape = {B, Hq, Hk, Lq, Lk, 1, 1};
+  a.tokens = tokens_of(k, &arguments, mask, kinds, is_causal, offset, a.shape);
+  a.keep = Keep(in_range("keep", keep, 0, int64_t(Keep::fraction)));
+  a.mass = arguments.read<float>("mass", mass, {B, Hq, n_q, n_k});
+  if (a.keep != Keep::all && !a.mass) refuse("mass is needed by keep ", keep);
+  a.amount = arguments.read<double>("amount", amount, {Hq});
+  check_between("amount", a.amount, Hq, 0.0, 1.0);
+  a.similarity.query = arguments.read<float>("q_similarity", q_similarity, {B, Hq, n_q});
+  a.similarity.minimum = arguments.read<float>("min_similarity", min_similarity, {Hq});
+  if (a.similarity.minimum && !(a.similarity.query && a.similarity.key))
+    refuse("q_similarity and k_similarity are needed with min_similarity");
+  a.forced = arguments.read<bool>("forced", forced, {n_q, n_k});
+  a.counts = arguments.write<int32_t>("counts", counts, {B, Hq, n_q});
+  a.allowed = arguments.write<int32_t>("allowed", allowed, {B, Hq, n_q});
+  run_select(k, a);
+}
+
+// The error of each step, summed over the groups of checked rows of each head in their order.
+void measure_steps(const Kernels& k, BudgetArgs* a, double* wrong, double* whole) {
+  const int64_t heads = a->shape.B * a->shape.Hq, groups = blocks_of(a->n_checked, kLanes);
+  const int64_t n_steps = a->n_steps;
+  std::vector<double> group_wrong(size_t(heads * groups * n_steps)),
+      group_whole(size_t(heads * groups));
+  a->wrong = group_wrong.data();
+  a->whole = group_whole.data();
+  // Groups of one task share the packing of K and V, as long as every thread has a task.
   const int64_t shared = heads * groups / std::max<int64_t>(torch::stable::get_num_threads(), 1);
-  a.check_groups =
-      int(std::clamp<int64_t>(shared, 1, std::min<int64_t>(groups, k.most_check_groups)));
-  run_pieces(k, heads, (groups + a.check_groups - 1) / a.check_groups, k.check_scratch(a),
-             [&](int64_t task, char* scratch) { k.check(a, task, scratch); });
-  double *sum_off = data_of<double>(wrong), *sum_size = data_of<double>(whole);
+  a->groups_per_task =
+      int(std::clamp<int64_t>(shared, 1, std::min<int64_t>(groups, k.max_budget_groups)));
+  run_pieces(k, heads, blocks_of(groups, a->groups_per_task), k.budget_scratch(*a),
+             [&](int64_t task, char* scratch) { k.budget(*a, task, scratch); });
   for (int64_t head = 0; head < heads; ++head) {
-    sum_size[head] = 0.0;
-    std::fill(sum_off + head * n_steps, sum_off + (head + 1) * n_steps, 0.0);
+    whole[head] = 0.0;
+    std::fill(wrong + head * n_steps, wrong + (head + 1) * n_steps, 0.0);
     for (int64_t i = head * groups; i < (head + 1) * groups; ++i) {
-      sum_size[head] += size[size_t(i)];
+      whole[head] += group_whole[size_t(i)];
       for (int64_t step = 0; step < n_steps; ++step)
-        sum_off[head * n_steps + step] += off[size_t(i * n_steps + step)];
+        wrong[head * n_steps + step] += group_wrong[size_t(i * n_steps + step)];
     }
   }
 }
 
+void select_steps(const Tensor& mass, const Tensor& masses, const Tensor& query, const Tensor& key,
+                  MaybeTensor q_scale, int64_t q_rows_per_scale, MaybeTensor k_scale,
+                  int64_t k_rows_per_scale, int64_t precision, double softmax_scale,
+                  const Tensor& value, const Tensor& checked, const Tensor& forced,
+                  MaybeTensor mask, MaybeTensor kinds, bool is_causal, int64_t offset, Tensor wrong,
+                  Tensor whole, Tensor indices, Tensor allowed, int64_t isa) {
+  const Kernels& k = kernels_of(isa);
+  Arguments arguments;
+  BudgetArgs a{};
+  a.shape = arguments.shape(query, key, &value);
+  const Shape& s = a.shape;
+  arguments.scored(&a, query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale, precision,
+                   softmax_scale);
+  a.value = arguments.float_rows("value", value, {s.B, s.Hk, s.Lk, s.Dv});
+  a.tokens = tokens_of(k, &arguments, mask, kinds, is_causal, offset, s);
+  SelectArgs selection{};
+  selection.shape = s;
+  selection.tokens = a.tokens;
+  selection.keep = Keep::error;
+  selection.mass = arguments.read<float>("mass", mass, {s.B, s.Hq, s.n_q(), s.n_k()});
+  selection.masses = arguments.read<double>("masses", masses, {s.Hq, kAny});
+  selection.n_steps = int(in_range("the number of steps of masses", masses.size(1), 1, kMaxSteps));
+  check_between("masses", selection.masses, masses.numel(), 0.0, 1.0);
+  selection.forced = arguments.read<bool>("forced", forced, {s.n_q(), s.n_k()});
+  selection.indices = arguments.write<int32_t>("indices", indices, {s.B, s.Hq, s.n_q(), s.n_k()});
+  selection.allowed = arguments.write<int32_t>("allowed", allowed, {s.B, s.Hq, s.n_q()});
+  a.first_steps = selection.indices;
+  a.n_steps = selection.n_steps;
+  a.checked = arguments.read<int64_t>("checked", checked, {kAny});
+  a.n_checked = checked.size(0);
+  for (int64_t i = 0; i < a.n_checked; ++i) in_range("checked", a.checked[i], 0, s.Lq - 1);
+  double* sum_wrong = arguments.write<double>("wrong", wrong, {s.B, s.Hq, a.n_steps});
+  double* sum_whole = arguments.write<double>("whole", whole, {s.B, s.Hq});
+  run_select(k, selection);
+  measure_steps(k, &a, sum_wrong, sum_whole);
+}
+
 // Lists of the blocks that each head's step keeps, in place of their first steps.
 void take_steps(const Tensor& step, Tensor counts, Tensor indices, int64_t isa) {
-  const int64_t* taken = data_of<int64_t>(step);
-  int32_t *count = data_of<int32_t>(counts), *all = data_of<int32_t>(indices);
-  const int64_t n_q = indices.size(2), n_k = indices.size(3);
-  run_tasks(kernels_of(isa), counts.size(0) * counts.size(1), 64, nullptr,
-            [&](int64_t head, char*) {
-              for (int64_t row = head * n_q; row < (head + 1) * n_q; ++row) {
-                int32_t *list = all + row * n_k, n = 0;
-                for (int64_t j = 0; j < n_k; ++j)
-                  if (list[j] >= 0 && list[j] <= taken[head]) list[n++] = int32_t(j);
-                std::fill(list + n, list + n_k, -1);
-                count[row] = n;
-              }
-            });
+  const Kernels& k = kernels_of(isa);
+  Arguments arguments;
+  int32_t* all = arguments.write<int32_t>("indices", indices, {kAny, kAny, kAny, kAny});
+  const int64_t B = indices.size(0), Hq = indices.size(1), n_q = indices.size(2);
+  const int64_t n_k = indices.size(3);
+  const int64_t* taken = arguments.read<int64_t>("step", step, {B, Hq});
+  int32_t* count = arguments.write<int32_t>("counts", counts, {B, Hq, n_q});
+  run_tasks(k, B * Hq, 64, nullptr, [&](int64_t head, char*) {
+    for (int64_t row = head * n_q; row < (head + 1) * n_q; ++row) {
+      int32_t *list = all + row * n_k, n = 0;
+      for (int64_t j = 0; j < n_k; ++j)
+        if (list[j] >= 0 && list[j] <= taken[head]) list[n++] = int32_t(j);
+      std::fill(list + n, list + n_k, -1);
+      count[row] = n;
+    }
+  });
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sparge_cpu, m) {
   m.def(
-      "plan(Tensor query, Tensor key, Tensor? q_scale, int q_rows_per_scale, Tensor? k_scale, "
-      "int k_rows_per_scale, Tensor? q_pooled, Tensor? k_pooled, Tensor? q_similarity, "
-      "Tensor? k_similarity, Tensor? min_similarity, Tensor amount, Tensor forced, Tensor? mask, "
-      "Tensor? kinds, bool is_causal, int offset, int predictor, int keep, int precision, "
-      "float softmax_scale, int sample_rows, Tensor(a!) counts, Tensor(b!) indices, "
-      "Tensor(c!) allowed, int isa) -> ()");
+      "predict(Tensor query, Tensor key, Tensor? q_scale, int q_rows_per_scale, Tensor? k_scale, "
+      "int k_rows_per_scale, int precision, float softmax_scale, Tensor? q_pooled, "
+      "Tensor? k_pooled, Tensor? k_similarity, Tensor? min_similarity, Tensor? mask, "
+      "Tensor? kinds, bool is_causal, int offset, int predictor, int sample_rows, "
+      "Tensor(a!) mass, int isa) -> ()");
   m.def(
-      "plan_steps(Tensor query, Tensor key, Tensor value, Tensor? q_scale, int q_rows_per_scale, "
-      "Tensor? k_scale, int k_rows_per_scale, Tensor q_pooled, Tensor k_pooled, Tensor masses, "
-      "Tensor checked, Tensor forced, Tensor? mask, Tensor? kinds, bool is_causal, int offset, "
-      "int precision, float softmax_scale, int sample_rows, Tensor(a!) wrong, Tensor(b!) whole, "
+      "select(Tensor? mass, int keep, Tensor amount, Tensor? q_similarity, Tensor? k_similarity, "
+      "Tensor? min_similarity, Tensor forced, Tensor? mask, Tensor? kinds, bool is_causal, "
+      "int offset, int Lq, int Lk, Tensor(a!) counts, Tensor(b!) indices, Tensor(c!) allowed, "
+      "int isa) -> ()");
+  m.def(
+      "select_steps(Tensor mass, Tensor masses, Tensor query, Tensor key, Tensor? q_scale, "
+      "int q_rows_per_scale, Tensor? k_scale, int k_rows_per_scale, int precision, "
+      "float softmax_scale, Tensor value, Tensor checked, Tensor forced, Tensor? mask, "
+      "Tensor? kinds, bool is_causal, int offset, Tensor(a!) wrong, Tensor(b!) whole, "
       "Tensor(c!) indices, Tensor(d!) allowed, int isa) -> ()");
   m.def("take_steps(Tensor step, Tensor(a!) counts, Tensor(b!) indices, int isa) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(sparge_cpu, CPU, m) {
-  m.impl("plan", TORCH_BOX(&plan));
-  m.impl("plan_steps", TORCH_BOX(&plan_steps));
+  m.impl("predict", TORCH_BOX(&predict));
+  m.impl("select", TORCH_BOX(&select));
+  m.impl("select_steps", TORCH_BOX(&select_steps));
   m.impl("take_steps", TORCH_BOX(&take_steps));
 }
 

@@ -1,16 +1,16 @@
-// The one product everything is made of: C[m][lane] += Σ_s A[m][s] ⊗ B[s][lane].
+// The matrix product behind all kernels: C[m][lane] += Σ_s A[m][s] ⊗ B[s][lane].
 //
-// A is a row-major matrix of 32-bit words read one at a time and given to all lanes; B holds the
-// words of 16 lanes. A word is one fp32 number, two of 16 bits or four of 8 bits, and ⊗ their dot
+// A is a row-major matrix of 32-bit words, each broadcast to all lanes; B holds the words of 16
+// lanes. A word is one fp32 number, two of 16 bits or four of 8 bits, and ⊗ their dot
 // product. Scores are Sᵀ = K · Qᵀ, outputs Oᵀ = Vᵀ · Pᵀ: a query is always a lane.
 #pragma once
 
 #include "args.h"
 
 #if defined(__clang__)
-#define SPARGE_APART __attribute__((noinline))
+#define SPARGE_NOINLINE __attribute__((noinline))
 #else
-#define SPARGE_APART __attribute__((noinline, noclone))
+#define SPARGE_NOINLINE __attribute__((noinline, noclone))
 #endif
 
 namespace sparge {
@@ -36,23 +36,23 @@ inline int steps_of(Product p, int64_t D) {
   return is_tile(p) ? (steps + 15) / 16 * 16 : steps;
 }
 
-// A of the vector products lies in panels of kRowsAtOnce rows, [panel][step][row]: the words of
-// a step are neighbours, and one address reaches them all. The tile unit reads rows as they are.
+// A of the vector products is stored in panels of kRowsAtOnce rows, [panel][step][row]: the words
+// of a step are adjacent. The tile unit reads rows in place.
 struct Words {
   const char* data;
-  int64_t apart;  // bytes between panels, or between rows for the tile unit
+  int64_t pitch;  // bytes between panels, or between rows for the tile unit
 };
-// Rows of `steps` words, `apart` words from each other, become panels; rows behind m are zero.
-inline void to_panels(const float* rows, int64_t apart, int64_t m, int steps, float* out) {
+// Rows of `steps` words, `pitch` words from each other, become panels; rows from m on are zero.
+inline void to_panels(const float* rows, int64_t pitch, int64_t m, int steps, float* out) {
   for (int64_t i = 0; i < m; i += kRowsAtOnce, out += int64_t(steps) * kRowsAtOnce) {
     int s = 0;
     if (i + kRowsAtOnce <= m)
       for (; s + kRowsAtOnce <= steps; s += kRowsAtOnce)
-        transpose_panel(rows + i * apart + s, apart, out + s * kRowsAtOnce);
+        transpose_panel(rows + i * pitch + s, pitch, out + s * kRowsAtOnce);
     for (; s < steps; ++s)
       for (int64_t r = 0; r < kRowsAtOnce; ++r) {
         if (i + r < m)
-          std::memcpy(out + s * kRowsAtOnce + r, rows + (i + r) * apart + s, 4);
+          std::memcpy(out + s * kRowsAtOnce + r, rows + (i + r) * pitch + s, 4);
         else
           out[s * kRowsAtOnce + r] = 0.0f;
       }
@@ -61,17 +61,17 @@ inline void to_panels(const float* rows, int64_t apart, int64_t m, int steps, fl
 
 template <Product P>
 struct Acc {
-  using T = F16;
-  static F16 none() { return zero(); }
-  static F16 get(const float* p) { return load(p); }
-  static void put(float* p, F16 a) { store(p, a); }
+  using T = F32x16;
+  static F32x16 none() { return zero(); }
+  static F32x16 get(const float* p) { return load(p); }
+  static void put(float* p, F32x16 a) { store(p, a); }
 };
 template <>
 struct Acc<Product::i16> {
-  using T = I16;
-  static I16 none() { return izero(); }
-  static I16 get(const float* p) { return iload(reinterpret_cast<const int32_t*>(p)); }
-  static void put(float* p, I16 a) { istore(reinterpret_cast<int32_t*>(p), a); }
+  using T = I32x16;
+  static I32x16 none() { return izero(); }
+  static I32x16 get(const float* p) { return iload(reinterpret_cast<const int32_t*>(p)); }
+  static void put(float* p, I32x16 a) { istore(reinterpret_cast<int32_t*>(p), a); }
 };
 template <>
 struct Acc<Product::u8i8> : Acc<Product::i16> {};
@@ -91,10 +91,10 @@ inline typename Acc<P>::T mad(typename Acc<P>::T acc, const char* a, B b) {
   if constexpr (P == Product::bf16 && kHasPairs) return mad_bf16(acc, a, b);
 }
 
-// One panel. Neither inlined nor cloned: the loop wants every register for itself, and the rows
-// are written out (unrolled) so that the compiler keeps the accumulators in them.
+// One panel. Not inlined and not cloned, so that the loop has all registers; rows are unrolled, so
+// that the compiler keeps the accumulators in them.
 template <Product P, bool kAdd>
-SPARGE_APART void product_panel(const char* a, const float* b, int steps, float* c) {
+SPARGE_NOINLINE void product_panel(const char* a, const float* b, int steps, float* c) {
   using A = Acc<P>;
   typename A::T acc[kRowsAtOnce];
 #pragma GCC unroll 16
@@ -111,16 +111,16 @@ SPARGE_APART void product_panel(const char* a, const float* b, int steps, float*
 }
 
 // C is [m][16] words: fp32, or int32 of the integer products; m is rounded up to whole panels.
-// `add` begins with what C holds.
+// With `add` the product is added to C.
 template <Product P>
 inline void product(Words a, int64_t m, const float* b, int steps, float* c, bool add) {
-  for (int64_t i = 0; i < m; i += kRowsAtOnce, a.data += a.apart)
+  for (int64_t i = 0; i < m; i += kRowsAtOnce, a.data += a.pitch)
     if (add)
       product_panel<P, true>(a.data, b, steps, c + i * kLanes);
     else
       product_panel<P, false>(a.data, b, steps, c + i * kLanes);
 }
-// Panels that lie one behind the other.
+// Panels without gaps.
 inline Words panels_of(const void* data, int steps) {
   return {static_cast<const char*>(data), int64_t(steps) * kRowsAtOnce * 4};
 }

@@ -1,8 +1,8 @@
-// Exact scores of up to 16 rows of one head, key block by key block: a row is a lane, and its
-// query block is whichever holds it. Base 2, -inf where masked.
+// Exact scores of up to 16 rows of one head, one key block at a time: a row is a lane, and rows may
+// belong to different query blocks. Base 2, -inf where masked.
 #pragma once
 
-#include "look.h"
+#include "kv_facts.h"
 #include "softmax.h"
 
 namespace sparge {
@@ -10,7 +10,7 @@ namespace {
 
 template <Product P>
 struct RowScores {
-  const PlanArgs* a = nullptr;
+  const ScoreArgs* a = nullptr;
   int64_t b, h, h_k;
   const int64_t* row_of;
   int n, steps;
@@ -24,7 +24,7 @@ struct RowScores {
   static size_t key_bytes(const Shape& s) { return size_t(round_up(s.D, 64)) * kBlockK * 4 * 2; }
   static constexpr size_t kScoreFloats = size_t(2) * kBlockK * kLanes;
 
-  void begin(const PlanArgs& args, int64_t b_, int64_t h_, const int64_t* rows, int n_rows,
+  void begin(const ScoreArgs& args, int64_t b_, int64_t h_, const int64_t* rows, int n_rows,
              float* query_room, float* score_room) {
     a = &args, b = b_, h = h_, h_k = h / args.shape.group();
     row_of = rows, n = n_rows, steps = steps_of(P, args.shape.D);
@@ -42,7 +42,7 @@ struct RowScores {
     if constexpr (is_tile(P)) std::memset(queries + steps * kLanes, 0, size_t(steps) * kLanes * 4);
   }
 
-  // What the rows may attend of one key block, taken together.
+  // The kind of one key block for all rows together.
   Kind kind(int64_t i_k) const {
     int least = kOpen;
     bool some = false;
@@ -54,14 +54,14 @@ struct RowScores {
     return !some ? kExcluded : least == kOpen ? kOpen : kMixed;
   }
 
-  // The words of one key block, for as many groups of rows as want them.
+  // The words of one key block; several groups of rows can share them.
   Words key(int64_t i_k, char* room) const {
     const bool half = rounds_to_half(a->precision, a->key.dtype);
     return key_words<P>(a->key, a->shape, b, h_k, i_k, half, room);
   }
 
-  // Scores of one key block that is not excluded; gives their maximum.
-  F16 score(const Words& key, int64_t i_k, Kind kind) {
+  // Scores of one key block that is not excluded; returns each row's maximum.
+  F32x16 score(const Words& key, int64_t i_k, Kind kind) {
     const Shape& s = a->shape;
     const bool whole = (i_k + 1) * kBlockK <= s.Lk, masked = kind != kOpen || !whole;
     if (masked) mask_group(a->tokens, s, b, h, row_of, n, i_k, &mask);
@@ -77,7 +77,7 @@ struct RowScores {
       k_scale = scales;
     }
     return scale_scores<is_integer(P)>(scores, 0, kBlockK, k_scale, load(factor),
-                                       masked ? &mask : nullptr, kLog2e, all(-INFINITY));
+                                       masked ? &mask : nullptr, kLog2e, broadcast(-INFINITY));
   }
 
   void multiply(const Words& key, int64_t i_k) {
@@ -87,7 +87,7 @@ struct RowScores {
     } else {
       product<P>(key, kBlockK, queries, steps, scores, false);
       if constexpr (P == Product::u8i8) {
-        // Queries were codes + 128.
+        // The queries are codes + 128.
         int32_t* sums = reinterpret_cast<int32_t*>(scores);
         const Shape& s = a->shape;
         const int64_t held = s.Lk - i_k * kBlockK < kBlockK ? s.Lk - i_k * kBlockK : kBlockK;
@@ -101,9 +101,9 @@ struct RowScores {
   }
 };
 
-// f<P>() with the product that scores rows in the run's own precision.
+// Calls f with the product that scores rows in the precision of the call.
 template <class F>
-inline void with_row_product(const PlanArgs& a, F f) {
+inline void with_row_product(const ScoreArgs& a, F f) {
   if (a.key.dtype == Dtype::i8)
     f(std::integral_constant<Product, kScoresInt8>());
   else if (a.precision == Precision::exact || a.key.dtype == Dtype::f16)

@@ -7,24 +7,25 @@
 //   codes   = round(x' / scale), scale = max|x'| / 127 of each row
 #pragma once
 
-#include "rows.h"
+#include "read_rows.h"
 
 namespace sparge {
 namespace {
 
-// Rows are lowered by this before they are added, so that a sum of finite rows is finite.
+// Rows are scaled by this before they are added, so that a sum of finite rows is finite.
 constexpr float kLowered = 1.0f / kBlockQ;
 
-// Sum of some rows, lowered; the caller adds blocks up in fp64.
+// Scaled sum of some rows; the caller adds the sums of blocks in fp64.
 void sum_rows(const Rows& x, int64_t b, int64_t h, int64_t start, int64_t stop, int64_t D,
               float* sum) {
   int64_t d = 0;
-  if (lies_together(x))
+  if (has_dense_rows(x))
     with_dtype(x.dtype, [&](auto type) {
       for (; d + kLanes <= D; d += kLanes) {
-        F16 total = zero();
+        F32x16 total = zero();
         for (int64_t l = start; l < stop; ++l)
-          total = fma(read_lanes<type()>(x.row(b, h, l) + d * x.stride_d), all(kLowered), total);
+          total =
+              fma(read_lanes<type()>(x.row(b, h, l) + d * x.stride_d), broadcast(kLowered), total);
         store(sum + d, total);
       }
     });
@@ -37,32 +38,32 @@ void sum_rows(const Rows& x, int64_t b, int64_t h, int64_t start, int64_t stop, 
 
 // The largest |x| of some numbers, and whether all of them are finite.
 struct Largest {
-  F16 most = zero(), lost = zero();
-  void add(F16 x) {
+  F32x16 most = zero(), lost = zero();
+  void add(F32x16 x) {
     most = max(abs(x), most);
-    lost = fma(x, zero(), lost);  // NaN from the first that is not finite
+    lost = fma(x, zero(), lost);  // NaN once a number is not finite
   }
   Lanes finite() const { return at_least(lost, lost); }
   float value() const { return finite() == kAllLanes ? lane_max(most) : NAN; }
 };
 
-// NaN where the row is not finite.
+// The largest |x| of a row; NaN if the row is not finite.
 inline float largest_of(const float* row, int64_t width) {
   Largest largest;
   for (int64_t d = 0; d < width; d += kLanes) largest.add(load(row + d));
   return largest.value();
 }
 
-// round(x / scale), in -127 … 127, for |x| of at most 127 scales. A product with 1 / scale is off
-// by less than 2⁻¹⁵: what it says holds, unless it lies as near to a tie or 1 / scale overflowed.
-inline F16 code_of(F16 x, F16 scale, F16 inverse) {
-  const F16 y = x * inverse, code = round(y);
-  if (less(abs(y - code), all(0.5f - 0x1p-15f)) == kAllLanes) return code;
-  return max(all(-127.0f), min(all(127.0f), round(x / scale)));
+// round(x / scale), in -127 … 127, for |x| of at most 127 scales. x · (1 / scale) is off by less
+// than 2⁻¹⁵; the division is needed only near a tie, or if 1 / scale overflowed.
+inline F32x16 code_of(F32x16 x, F32x16 scale, F32x16 inverse) {
+  const F32x16 y = x * inverse, code = round(y);
+  if (less(abs(y - code), broadcast(0.5f - 0x1p-15f)) == kAllLanes) return code;
+  return max(broadcast(-127.0f), min(broadcast(127.0f), round(x / scale)));
 }
 
-// 16 codes of a row of D from d on, and none behind it.
-inline void store_codes(int8_t* row, int64_t d, int64_t D, F16 code) {
+// Stores 16 codes of a row from d on, but none after D.
+inline void store_codes(int8_t* row, int64_t d, int64_t D, F32x16 code) {
   if (d + kLanes <= D) return store_i8(row + d, code);
   alignas(64) int8_t last[kLanes];
   store_i8(last, code);
@@ -76,7 +77,7 @@ inline float quantize_row(const float* row, int64_t D, float largest, int8_t* co
     std::memset(codes, 0, size_t(D));
     return finite ? 0.0f : NAN;
   }
-  const F16 scales = all(scale), inverse = all(1.0f / scale);
+  const F32x16 scales = broadcast(scale), inverse = broadcast(1.0f / scale);
   int64_t d = 0;
   for (; d + kLanes <= D; d += kLanes) store_i8(codes + d, code_of(load(row + d), scales, inverse));
   if (d < D) {
@@ -88,23 +89,23 @@ inline float quantize_row(const float* row, int64_t D, float largest, int8_t* co
 }
 
 inline float dot(const float* a, const float* b, int64_t width) {
-  F16 sum = zero();
+  F32x16 sum = zero();
   for (int64_t d = 0; d < width; d += kLanes) sum = fma(load(a + d), load(b + d), sum);
   return lane_sum(sum);
 }
 
-// Adds x / ||x|| to the sum of unit rows; divided by its largest entry first, so that squares
-// neither overflow nor vanish. A zero row adds nothing.
+// Adds x / ||x|| to the sum of unit rows. x is divided by its largest entry first, so that squares
+// neither overflow nor underflow. A zero row adds nothing.
 inline void add_unit(const float* row, int64_t width, float largest, float* units) {
   if (largest == 0.0f) return;
-  const float lift = largest < 0x1p-60f ? 0x1p60f : 1.0f;  // or 1 / largest may overflow
-  const F16 lifts = all(lift), inverse = all(1.0f / (largest * lift));
-  F16 squares = zero();
+  const float lift = largest < 0x1p-60f ? 0x1p60f : 1.0f;  // else 1 / largest may overflow
+  const F32x16 lifts = broadcast(lift), inverse = broadcast(1.0f / (largest * lift));
+  F32x16 squares = zero();
   for (int64_t d = 0; d < width; d += kLanes) {
-    const F16 x = load(row + d) * lifts * inverse;
+    const F32x16 x = load(row + d) * lifts * inverse;
     squares = fma(x, x, squares);
   }
-  const F16 norm = all(1.0f / std::sqrt(lane_sum(squares)));
+  const F32x16 norm = broadcast(1.0f / std::sqrt(lane_sum(squares)));
   for (int64_t d = 0; d < width; d += kLanes)
     store(units + d, fma(load(row + d) * lifts * inverse, norm, load(units + d)));
 }
@@ -122,9 +123,9 @@ void statistics(const StatisticsArgs& a, int64_t task) {
     read_row(a.x, a.x.row(b, h, l), a.D, row);
     Largest of_row;
     for (int64_t d = 0; d < width; d += kLanes) {
-      const F16 x = load(row + d) - load(mean + d);
+      const F32x16 x = load(row + d) - load(mean + d);
       store(row + d, x);
-      store(pooled + d, fma(x, all(kLowered), load(pooled + d)));
+      store(pooled + d, fma(x, broadcast(kLowered), load(pooled + d)));
       of_row.add(x);
     }
     const float largest = of_row.value();
@@ -136,11 +137,12 @@ void statistics(const StatisticsArgs& a, int64_t task) {
   const float count = float(stop - start);
   if (a.pooled) {
     for (int64_t d = 0; d < width; d += kLanes)
-      store(pooled + d, load(pooled + d) * all(float(kBlockQ) / count));
+      store(pooled + d, load(pooled + d) * broadcast(float(kBlockQ) / count));
     std::memcpy(a.pooled + task * a.D, pooled, size_t(a.D) * 4);
   }
   if (a.similarity) {
-    for (int64_t d = 0; d < width; d += kLanes) store(units + d, load(units + d) / all(count));
+    for (int64_t d = 0; d < width; d += kLanes)
+      store(units + d, load(units + d) / broadcast(count));
     a.similarity[task] = dot(units, units, width);
   }
 }
@@ -156,12 +158,12 @@ void channels(const ChannelArgs& a, int64_t task) {
   for (int64_t d = 0; d < width; d += kLanes) {
     Largest largest;
     for (int64_t i = 0; i < rows; ++i) largest.add(load(block + i * width + d));
-    const F16 scale = select(largest.finite(), largest.most / all(127.0f), all(NAN));
-    const F16 inverse = all(1.0f) / scale;
+    const F32x16 scale = select(largest.finite(), largest.most / broadcast(127.0f), broadcast(NAN));
+    const F32x16 inverse = broadcast(1.0f) / scale;
     const Lanes live = less(zero(), scale);
     store(scales + d, scale);
     for (int64_t i = 0; i < rows; ++i) {
-      F16 code = code_of(load(block + i * width + d), scale, inverse);
+      F32x16 code = code_of(load(block + i * width + d), scale, inverse);
       if (live != kAllLanes) code = select(live, code, zero());
       store_codes(a.codes + (bh * a.L + start + i) * a.D, d, a.D, code);
     }

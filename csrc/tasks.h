@@ -1,30 +1,33 @@
-// Tasks on torch's own threads, handed out one by one so that long ones do not wait in line.
+// Tasks on torch's own threads, handed out one at a time so that threads stay busy to the end.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
 
 #include "isa.h"
+#include "tensors.h"
 
 namespace sparge {
 
 inline const Kernels& kernels_of(int64_t isa) {
   int count;
   const Isa* all = isas(&count);
-  STD_TORCH_CHECK(isa >= 0 && isa < count && all[isa].available(),
-                  "sparge: no such instruction set");
+  in_range("isa", isa, 0, count - 1);
+  if (!all[isa].available())
+    refuse("isa ", isa, " is ", all[isa].name, ", which this machine does not have");
   return *all[isa].kernels;
 }
 
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
-using Room = std::unique_ptr<char, Free>;
-inline Room make_room(size_t bytes) {
-  return Room(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64)));
+using Buffer = std::unique_ptr<char, Free>;
+inline Buffer allocate(size_t bytes) {
+  return Buffer(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64)));
 }
 
 // f(task, scratch) for every task; `order` gives their order where it matters.
@@ -36,17 +39,68 @@ void run_tasks(const Kernels& kernels, int64_t n, size_t scratch, const int64_t*
   std::atomic<bool> failed{false};
   const int64_t threads = torch::stable::get_num_threads();
   torch::stable::parallel_for(0, threads < n ? threads : n, 1, [&](int64_t, int64_t) {
-    const Room room = make_room(scratch);
-    if (!room) {
+    const Buffer buffer = allocate(scratch);
+    if (!buffer) {
       failed = true;
       return;
     }
     kernels.enter();
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;)
-      f(order ? order[i] : i, room.get());
+      f(order ? order[i] : i, buffer.get());
     kernels.leave();
   });
-  STD_TORCH_CHECK(!failed, "sparge: no memory for the scratch of a thread, ", scratch, " bytes");
+  if (failed) refuse("no memory for the scratch of a thread, ", scratch, " bytes");
+}
+
+// The first of n rows that fails `good(row)`, or -1. `width` is the numbers in a row; a thread
+// takes about 64k of them at a time.
+template <class F>
+int64_t first_bad_row(const Kernels& kernels, int64_t n, int64_t width, const F& good) {
+  const int64_t rows = std::max<int64_t>(1, (int64_t(1) << 16) / width);
+  std::atomic<int64_t> bad{n};
+  run_tasks(kernels, blocks_of(n, rows), 64, nullptr, [&](int64_t task, char*) {
+    for (int64_t row = task * rows; row < std::min(n, (task + 1) * rows); ++row) {
+      if (good(row)) continue;
+      for (int64_t seen = bad; row < seen && !bad.compare_exchange_weak(seen, row);) continue;
+      return;
+    }
+  });
+  return bad < n ? bad.load() : -1;
+}
+
+// Every list holds its count of key blocks, ascending.
+inline void check_lists(const Kernels& k, const int32_t* counts, const int32_t* indices, int64_t n,
+                        int64_t n_k) {
+  const int64_t row = first_bad_row(k, n, n_k, [&](int64_t i) {
+    const int32_t* list = indices + i * n_k;
+    const int64_t count = counts[i];
+    if (count < 0 || count > n_k) return false;
+    if (count == 0) return true;
+    bool ascending = list[0] >= 0 && list[count - 1] < n_k;
+    for (int64_t j = 1; j < count; ++j) ascending &= list[j - 1] < list[j];
+    return ascending;
+  });
+  if (row < 0) return;
+  in_range("counts", counts[row], 0, n_k);
+  refuse("indices must be ascending key blocks in 0 … ", n_k - 1, "; list ", row, " of ", n,
+         " is not");
+}
+
+// The token mask of a call, with the values of `kinds` checked.
+inline TokenMask tokens_of(const Kernels& k, Arguments* arguments, const MaybeTensor& mask,
+                           const MaybeTensor& kinds, bool is_causal, int64_t offset,
+                           const Shape& s) {
+  const TokenMask t = arguments->tokens(mask, kinds, is_causal, offset, s);
+  if (!kinds) return t;
+  const int64_t width = s.n_k(), n = kinds->numel() / width;
+  const int64_t row = first_bad_row(k, n, width, [&](int64_t i) {
+    bool valid = true;
+    for (int64_t j = i * width; j < (i + 1) * width; ++j)
+      valid &= t.kinds[j] >= kExcluded && t.kinds[j] <= kOpen;
+    return valid;
+  });
+  if (row >= 0) refuse("kinds must be 0, 1 or 2; row ", row, " of ", n, " has another number");
+  return t;
 }
 
 }  // namespace sparge

@@ -1,10 +1,20 @@
-// Torch's tensors as the nouns of args.h.
+// Torch's tensors as the structs of args.h.
+//
+// The ops can be called from Python with anything, so whatever a kernel relies on is checked here:
+// device, dtype, rank, every size, contiguity, memory that exists, and outputs that share no memory
+// with another argument. A refusal names the argument, what is needed and what came.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cmath>
+#include <cstdlib>
+#include <initializer_list>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <vector>
 
 #include "args.h"
 
@@ -13,104 +23,291 @@ namespace sparge {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
+using Sizes = std::vector<int64_t>;
 
-inline Dtype dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      return Dtype::f32;
-    case ScalarType::BFloat16:
-      return Dtype::bf16;
-    case ScalarType::Half:
-      return Dtype::f16;
-    case ScalarType::Char:
-      return Dtype::i8;
-    default:
-      STD_TORCH_CHECK(false, "sparge: a dtype that the cpu backend does not have");
+constexpr int64_t kAny = -1;                       // a size that this argument decides
+constexpr int64_t kMaxLength = int64_t(1) << 36;   // so that block indices fit int32
+constexpr int64_t kMaxNumbers = int64_t(1) << 48;  // of one tensor: products of sizes fit int64
+constexpr int64_t kMaxOffset = int64_t(1) << 40;   // so that positions fit int64
+constexpr int kMaxSteps = 64;                      // of an error budget: bounds the scratch
+
+inline int64_t blocks_of(int64_t length, int64_t block) { return (length + block - 1) / block; }
+
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::ostringstream text;
+  text << "sparge_cpu: ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+inline std::string text_of(const Sizes& sizes) {
+  std::ostringstream text;
+  text << '[';
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (i) text << ", ";
+    if (sizes[i] == kAny)
+      text << '*';
+    else
+      text << sizes[i];
   }
+  text << ']';
+  return text.str();
 }
-inline Rows rows_of(const Tensor& x) {
-  STD_TORCH_CHECK(x.dim() == 4, "sparge: [B, H, L, D] is wanted");
-  const int64_t size = int64_t(x.element_size());
-  Rows rows;
-  rows.data = static_cast<const char*>(x.data_ptr());
-  rows.stride_b = x.stride(0) * size;
-  rows.stride_h = x.stride(1) * size;
-  rows.stride_l = x.stride(2) * size;
-  rows.stride_d = x.stride(3) * size;
-  rows.dtype = dtype_of(x);
-  return rows;
+inline std::string text_of(const Tensor& x) {
+  const auto sizes = x.sizes();
+  return std::string(toString(x.scalar_type())) + " " + text_of(Sizes(sizes.begin(), sizes.end()));
 }
-inline Scales scales_of(const MaybeTensor& x, int64_t rows_per_scale) {
-  Scales scales;
-  if (!x) return scales;
-  STD_TORCH_CHECK(x->is_contiguous() && x->dim() == 3, "sparge: contiguous scales are wanted");
-  scales.data = static_cast<const float*>(x->data_ptr());
-  scales.per_head = x->size(2);
-  scales.rows_per_scale = rows_per_scale;
-  return scales;
-}
-// Data of a contiguous tensor, or null.
+
 template <class T>
-T* data_of(const MaybeTensor& x) {
-  if (!x) return nullptr;
-  STD_TORCH_CHECK(x->is_contiguous(), "sparge: a contiguous tensor is wanted");
-  STD_TORCH_CHECK(x->element_size() == sizeof(T), "sparge: a tensor of another dtype is wanted");
-  return static_cast<T*>(x->data_ptr());
-}
-template <class T>
-T* data_of(const Tensor& x) {
-  return data_of<T>(MaybeTensor(x));
+constexpr ScalarType kScalarType = ScalarType::Undefined;
+template <>
+constexpr ScalarType kScalarType<bool> = ScalarType::Bool;
+template <>
+constexpr ScalarType kScalarType<int8_t> = ScalarType::Char;
+template <>
+constexpr ScalarType kScalarType<int32_t> = ScalarType::Int;
+template <>
+constexpr ScalarType kScalarType<int64_t> = ScalarType::Long;
+template <>
+constexpr ScalarType kScalarType<float> = ScalarType::Float;
+template <>
+constexpr ScalarType kScalarType<double> = ScalarType::Double;
+
+inline int64_t in_range(const char* name, int64_t x, int64_t low, int64_t high) {
+  if (x < low || x > high) refuse(name, " must be in ", low, " … ", high, ", got ", x);
+  return x;
 }
 
-// What scores are made of, for planning and for attending.
-template <class Args>
-void take_scored(Args* a, const Tensor& query, const Tensor& key, const MaybeTensor& q_scale,
-                 int64_t q_rows_per_scale, const MaybeTensor& k_scale, int64_t k_rows_per_scale,
-                 int64_t precision, double softmax_scale) {
-  a->query = rows_of(query);
-  a->key = rows_of(key);
-  a->q_scale = scales_of(q_scale, q_rows_per_scale);
-  a->k_scale = scales_of(k_scale, k_rows_per_scale);
-  a->precision = Precision(precision);
-  a->softmax_scale = softmax_scale;
-}
+// The arguments of one call of an op.
+class Arguments {
+ public:
+  Arguments() { ranges.reserve(24); }
 
-inline TokenMask mask_of(const MaybeTensor& mask, const MaybeTensor& kinds, bool is_causal,
-                         int64_t offset) {
-  TokenMask t;
-  t.is_causal = is_causal;
-  t.offset = offset;
-  if (!mask) return t;
-  switch (mask->scalar_type()) {
-    case ScalarType::Bool:
-      t.type = MaskType::boolean;
-      break;
-    case ScalarType::Float:
-      t.type = MaskType::f32;
-      break;
-    case ScalarType::BFloat16:
-      t.type = MaskType::bf16;
-      break;
-    case ScalarType::Half:
-      t.type = MaskType::f16;
-      break;
-    default:
-      STD_TORCH_CHECK(false, "sparge: a mask of a dtype that the cpu backend does not have");
+  // A tensor [B, H, L, D] of any strides.
+  Rows rows(const char* name, const Tensor& x, const Sizes& sizes) {
+    check(name, x, sizes);
+    if (x.size(2) > kMaxLength) refuse(name, " has more than ", kMaxLength, " rows");
+    if (x.size(3) > kMaxDim)
+      refuse(name, " must have a head dim of at most ", kMaxDim, ", got ", x.size(3));
+    Rows r;
+    r.dtype = dtype(name, x);
+    const int64_t bytes = int64_t(x.element_size());
+    auto stride = [&](int64_t d) { return x.size(d) == 1 ? 0 : x.stride(d) * bytes; };
+    r.data = static_cast<const char*>(x.data_ptr());
+    r.stride_b = stride(0), r.stride_h = stride(1), r.stride_l = stride(2);
+    r.stride_d = x.size(3) == 1 ? bytes : x.stride(3) * bytes;
+    add_range(name, x, false);
+    return r;
   }
-  const int64_t size = int64_t(mask->element_size());
-  auto stride = [&](int64_t d) { return mask->size(d) == 1 ? 0 : mask->stride(d) * size; };
-  t.data = static_cast<const char*>(mask->data_ptr());
-  t.stride_b = stride(0);
-  t.stride_h = stride(1);
-  t.stride_q = stride(2);
-  t.stride_k = stride(3);
-  if (kinds) {
-    t.kinds = data_of<int8_t>(*kinds);
-    t.kinds_q = kinds->size(3);
-    t.kinds_h = kinds->size(1) == 1 ? 0 : kinds->size(2) * kinds->size(3);
-    t.kinds_b = kinds->size(0) == 1 ? 0 : kinds->size(1) * kinds->size(2) * kinds->size(3);
+  Rows float_rows(const char* name, const Tensor& x, const Sizes& sizes) {
+    const Rows r = rows(name, x, sizes);
+    if (r.dtype == Dtype::i8) refuse(name, " must be float32, bfloat16 or float16, got int8");
+    return r;
   }
-  return t;
-}
+
+  // Data of a contiguous tensor of exactly these sizes.
+  template <class T>
+  const T* read(const char* name, const Tensor& x, const Sizes& sizes) {
+    return static_cast<const T*>(contiguous(name, x, kScalarType<T>, sizes, false));
+  }
+  template <class T>
+  const T* read(const char* name, const MaybeTensor& x, const Sizes& sizes) {
+    return x ? read<T>(name, *x, sizes) : nullptr;
+  }
+  template <class T>
+  T* write(const char* name, const Tensor& x, const Sizes& sizes) {
+    return static_cast<T*>(contiguous(name, x, kScalarType<T>, sizes, true));
+  }
+  template <class T>
+  T* write(const char* name, const MaybeTensor& x, const Sizes& sizes) {
+    return x ? write<T>(name, *x, sizes) : nullptr;
+  }
+  // An output in one of the caller's float dtypes.
+  char* write_floats(const char* name, const Tensor& x, const Sizes& sizes, Dtype* type) {
+    *type = dtype(name, x);
+    if (*type == Dtype::i8) refuse(name, " must be float32, bfloat16 or float16, got int8");
+    return static_cast<char*>(contiguous(name, x, x.scalar_type(), sizes, true));
+  }
+
+  Shape shape(const Tensor& query, const Tensor& key, const Tensor* value = nullptr) const {
+    check("query", query, {kAny, kAny, kAny, kAny});
+    check("key", key, {query.size(0), kAny, kAny, query.size(3)});
+    if (value) check("value", *value, {query.size(0), key.size(1), key.size(2), kAny});
+    if (query.size(1) % key.size(1))
+      refuse("query must have a multiple of the ", key.size(1), " heads of key, got ",
+             query.size(1));
+    return {query.size(0),
+            query.size(1),
+            key.size(1),
+            query.size(2),
+            key.size(2),
+            query.size(3),
+            value ? value->size(3) : 1};
+  }
+
+  // What scores are computed from; `a->shape` is already set. Codes have scales, the caller's
+  // tensors do not. Precisions of 8 bits need codes, unless nothing is scored.
+  void scored(ScoreArgs* a, const Tensor& query, const Tensor& key, const MaybeTensor& q_scale,
+              int64_t q_rows_per_scale, const MaybeTensor& k_scale, int64_t k_rows_per_scale,
+              int64_t precision, double softmax_scale, bool needs_codes = true) {
+    const Shape& s = a->shape;
+    a->query = rows("query", query, {s.B, s.Hq, s.Lq, s.D});
+    a->key = rows("key", key, {s.B, s.Hk, s.Lk, s.D});
+    if (a->query.dtype != a->key.dtype)
+      refuse("key must have the dtype of query, got ", toString(key.scalar_type()), " and ",
+             toString(query.scalar_type()));
+    const bool codes = a->key.dtype == Dtype::i8;
+    a->q_scale =
+        scales("q_scale", q_scale, codes, "q_rows_per_scale", q_rows_per_scale, {s.B, s.Hq, s.Lq});
+    a->k_scale =
+        scales("k_scale", k_scale, codes, "k_rows_per_scale", k_rows_per_scale, {s.B, s.Hk, s.Lk});
+    a->precision = Precision(in_range("precision", precision, 0, int64_t(Precision::exact)));
+    const bool quantized = a->precision == Precision::int8 || a->precision == Precision::int8_fast;
+    if (codes && !quantized)
+      refuse("query and key must be float32, bfloat16 or float16 in precision ", precision);
+    if (needs_codes && quantized && !codes)
+      refuse("query and key must be int8 codes in precision ", precision);
+    a->softmax_scale = finite("softmax_scale", softmax_scale);
+  }
+
+  TokenMask tokens(const MaybeTensor& mask, const MaybeTensor& kinds, bool is_causal,
+                   int64_t offset, const Shape& s) {
+    if (mask.has_value() != kinds.has_value()) refuse("mask and kinds must come together");
+    TokenMask t = diagonal(is_causal, offset);
+    if (!mask) return t;
+    take_mask(&t, *mask, s);
+    const int64_t n_q = s.n_q(), n_k = s.n_k();
+    t.kinds =
+        read<int8_t>("kinds", *kinds,
+                     {broadcast_size(*kinds, 0, s.B), broadcast_size(*kinds, 1, s.Hq), n_q, n_k});
+    t.kinds_q = n_k;
+    t.kinds_h = kinds->size(1) == 1 ? 0 : n_q * n_k;
+    t.kinds_b = kinds->size(0) == 1 ? 0 : kinds->size(1) * n_q * n_k;
+    return t;
+  }
+  static TokenMask diagonal(bool is_causal, int64_t offset) {
+    TokenMask t;
+    t.is_causal = is_causal;
+    t.offset = in_range("offset", offset, -kMaxOffset, kMaxOffset);
+    return t;
+  }
+  void take_mask(TokenMask* t, const Tensor& mask, const Shape& s) {
+    if (mask.dim() != 4) refuse("mask must have 4 dimensions, got ", text_of(mask));
+    check("mask", mask,
+          {broadcast_size(mask, 0, s.B), broadcast_size(mask, 1, s.Hq),
+           broadcast_size(mask, 2, s.Lq), broadcast_size(mask, 3, s.Lk)});
+    t->type = mask_type(mask);
+    const int64_t bytes = int64_t(mask.element_size());
+    auto stride = [&](int64_t d) { return mask.size(d) == 1 ? 0 : mask.stride(d) * bytes; };
+    t->data = static_cast<const char*>(mask.data_ptr());
+    t->stride_b = stride(0), t->stride_h = stride(1);
+    t->stride_q = stride(2), t->stride_k = stride(3);
+    add_range("mask", mask, false);
+  }
+
+  static double finite(const char* name, double x) {
+    if (!std::isfinite(x)) refuse(name, " must be finite, got ", x);
+    return x;
+  }
+
+ private:
+  struct Range {
+    const char* name;
+    const char *start, *stop;
+    bool written;
+  };
+  std::vector<Range> ranges;
+
+  // A size that may also be 1.
+  static int64_t broadcast_size(const Tensor& x, int64_t d, int64_t size) {
+    return x.dim() > d && x.size(d) == 1 ? 1 : size;
+  }
+
+  static void check(const char* name, const Tensor& x, const Sizes& sizes) {
+    if (!x.is_cpu()) refuse(name, " must be a tensor on the CPU");
+    bool fits = x.dim() == int64_t(sizes.size());
+    for (size_t i = 0; fits && i < sizes.size(); ++i) {
+      const int64_t size = x.size(int64_t(i));
+      fits = size >= 1 && (sizes[i] == kAny || size == sizes[i]);
+    }
+    if (!fits)
+      refuse(name, " must have shape ", text_of(sizes), " and no empty dimension, got ",
+             text_of(x));
+    int64_t numbers = 1;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      numbers *= x.size(int64_t(i)) < kMaxNumbers ? x.size(int64_t(i)) : kMaxNumbers;
+      if (numbers > kMaxNumbers) refuse(name, " is too large, ", text_of(x));
+    }
+  }
+  static Dtype dtype(const char* name, const Tensor& x) {
+    switch (x.scalar_type()) {
+      case ScalarType::Float:
+        return Dtype::f32;
+      case ScalarType::BFloat16:
+        return Dtype::bf16;
+      case ScalarType::Half:
+        return Dtype::f16;
+      case ScalarType::Char:
+        return Dtype::i8;
+      default:
+        refuse(name, " must be float32, bfloat16, float16 or int8, got ",
+               toString(x.scalar_type()));
+    }
+  }
+  static MaskType mask_type(const Tensor& mask) {
+    switch (mask.scalar_type()) {
+      case ScalarType::Bool:
+        return MaskType::boolean;
+      case ScalarType::Float:
+        return MaskType::f32;
+      case ScalarType::BFloat16:
+        return MaskType::bf16;
+      case ScalarType::Half:
+        return MaskType::f16;
+      default:
+        refuse("mask must be bool, float32, bfloat16 or float16, got ",
+               toString(mask.scalar_type()));
+    }
+  }
+  Scales scales(const char* name, const MaybeTensor& x, bool codes, const char* rows_name,
+                int64_t rows_per_scale, Sizes sizes) {
+    if (x.has_value() != codes)
+      refuse(name, codes ? " is needed with int8 codes" : " must be None without int8 codes");
+    Scales s;
+    if (!x) return s;
+    s.rows_per_scale = in_range(rows_name, rows_per_scale, 1, kMaxLength);
+    sizes[2] = s.per_head = blocks_of(sizes[2], rows_per_scale);
+    s.data = read<float>(name, *x, sizes);
+    return s;
+  }
+  void* contiguous(const char* name, const Tensor& x, ScalarType type, const Sizes& sizes,
+                   bool written) {
+    check(name, x, sizes);
+    if (x.scalar_type() != type)
+      refuse(name, " must be ", toString(type), ", got ", toString(x.scalar_type()));
+    if (!x.is_contiguous()) refuse(name, " must be contiguous");
+    add_range(name, x, written);
+    return x.data_ptr();
+  }
+
+  // Notes the memory of a checked tensor. Torch lets a storage shrink under its tensors.
+  void add_range(const char* name, const Tensor& x, bool written) {
+    int64_t last = 0, storage = 0;
+    for (int64_t d = 0; d < x.dim(); ++d)
+      if (x.size(d) > 1) last += (x.size(d) - 1) * x.stride(d);
+    const int64_t bytes = int64_t(x.element_size());
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &storage));
+    if ((x.storage_offset() + last + 1) * bytes > storage)
+      refuse(name, " is larger than its storage of ", storage, " bytes");
+    const char* start = static_cast<const char*>(x.data_ptr());
+    const Range range{name, start, start + (last + 1) * bytes, written};
+    for (const Range& other : ranges)
+      if ((written || other.written) && start < other.stop && other.start < range.stop)
+        refuse(written ? name : other.name, " is an output and must share no memory with ",
+               written ? other.name : name);
+    ranges.push_back(range);
+  }
+};
 
 }  // namespace sparge

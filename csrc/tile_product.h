@@ -14,7 +14,7 @@ constexpr bool kTiles = true;
 template <Product P>
 inline void tile_scores(const Words& key, int quarter, const float* q, int steps, float* c0,
                         float* c1) {
-  const char* k = key.data + quarter * 16 * key.apart;
+  const char* k = key.data + quarter * 16 * key.pitch;
   const float* q1 = q + steps * kLanes;
   const bool resident = steps <= 32;
   if (resident && quarter == 0) {
@@ -28,8 +28,8 @@ inline void tile_scores(const Words& key, int quarter, const float* q, int steps
   TILE_ZERO(0);
   TILE_ZERO(1);
   if (resident) {
-    TILE_LOAD(2, k, key.apart);
-    if (steps == 32) TILE_LOAD(3, k + 64, key.apart);
+    TILE_LOAD(2, k, key.pitch);
+    if (steps == 32) TILE_LOAD(3, k + 64, key.pitch);
     if constexpr (P == Product::tile_i8) {
       TILE_I8I8(0, 2, 4);
       TILE_I8I8(1, 2, 5);
@@ -47,7 +47,7 @@ inline void tile_scores(const Words& key, int quarter, const float* q, int steps
     }
   } else {
     for (int s = 0; s < steps; s += 16) {
-      TILE_LOAD(2, k + s * 4, key.apart);
+      TILE_LOAD(2, k + s * 4, key.pitch);
       TILE_LOAD(4, q + s * kLanes, 64);
       TILE_LOAD(5, q1 + s * kLanes, 64);
       if constexpr (P == Product::tile_i8) {
@@ -63,8 +63,8 @@ inline void tile_scores(const Words& key, int quarter, const float* q, int steps
   TILE_STORE(1, c1 + quarter * 16 * kLanes, 64);
 }
 
-// 32 rows of both accumulators take one key block: V is [32 rows][64 keys] bf16. `first` fetches
-// the accumulators into registers 0 … 3, `last` puts them back.
+// Adds one key block to 32 rows of both accumulators: V is [32 rows][64 keys] bf16. `first` loads
+// the accumulators into registers 0 … 3, `last` stores them.
 inline void tile_accumulate(const char* v, const float* p0, const float* p1, float* c0, float* c1,
                             bool first, bool last) {
   constexpr int kRow = kBlockK * 2;

@@ -1,10 +1,11 @@
-// The pieces of attention of one query block over its kept key blocks.
+// The steps of attention of one query block over its kept key blocks; attend.h schedules them.
 //
-// The block's 128 queries are 8 row groups of 16 lanes, walked in units: one group, or two where
-// the tile unit multiplies. Key blocks come in chunks: one block, or several where accumulators
-// travel through memory and should do so rarely. attend.h puts the pieces in order.
+// The block's 128 queries are 8 row groups of 16 lanes, processed in units: one group, or two with
+// the tile unit. Key blocks are processed in chunks: one block, or four with the tile unit, whose
+// accumulators are loaded and stored once per chunk.
 #pragma once
 
+#include "arena.h"
 #include "operands.h"
 #include "softmax.h"
 #include "statistics.h"
@@ -31,6 +32,7 @@ struct Walk {
   float *queries, *acc, *scores, *weights, *sums;
   char *k_scratch, *v_scratch;
   GroupMask* masks;  // [2][kUnit]
+  size_t scratch_bytes;
 
   struct Slot {
     int64_t i_k;
@@ -44,39 +46,6 @@ struct Walk {
   alignas(64) float k_scales[kBlockK];
   int32_t skips_counted = 0;
 
-  static size_t bytes(const AttendArgs& args, char* base, Walk* w) {
-    const Shape& s = args.shape;
-    size_t at = 0;
-    auto take = [&](size_t n) {
-      char* p = base + at;
-      at += (n + 63) / 64 * 64;
-      return p;
-    };
-    const size_t width = size_t(round_up(s.Dv, 2 * kLanes));
-    char* part[9];
-    part[0] = take(sizeof(GroupState) * kGroups);
-    part[1] = take(size_t(kGroups) * size_t(steps_of(QK, s.D)) * kLanes * 4);
-    part[2] = take(kGroups * width * kLanes * 4);
-    part[3] = take(size_t(2) * kUnit * kBlockK * kLanes * 4);
-    part[4] = take(size_t(2) * kChunk * kUnit * kPSteps * kLanes * 4);
-    part[5] = take(kFast ? size_t(kUnit) * width * kLanes * 4 : 0);
-    part[6] = take(size_t(kChunk) * 2 * kBlockK * size_t(steps_of(QK, s.D)) * 4);
-    part[7] = take(is_tile(PV) ? 0 : width / kRowsAtOnce * size_t(value_panel_bytes(PV)));
-    part[8] = take(sizeof(GroupMask) * 2 * kUnit);
-    if (w) {
-      w->groups = reinterpret_cast<GroupState*>(part[0]);
-      w->queries = reinterpret_cast<float*>(part[1]);
-      w->acc = reinterpret_cast<float*>(part[2]);
-      w->scores = reinterpret_cast<float*>(part[3]);
-      w->weights = reinterpret_cast<float*>(part[4]);
-      w->sums = reinterpret_cast<float*>(part[5]);
-      w->k_scratch = part[6];
-      w->v_scratch = part[7];
-      w->masks = reinterpret_cast<GroupMask*>(part[8]);
-    }
-    return at;
-  }
-
   Walk(const AttendArgs& args, int64_t task, char* scratch) : a(args), shape(args.shape) {
     i_q = task % shape.n_q();
     h = task / shape.n_q() % shape.Hq;
@@ -88,7 +57,18 @@ struct Walk {
     width = round_up(shape.Dv, 2 * kLanes);
     q_steps = steps_of(QK, shape.D);
     k_half = rounds_to_half(a.precision, a.key.dtype);
-    bytes(args, scratch, this);
+    Arena arena{scratch};
+    const size_t w = size_t(width), steps = size_t(q_steps);
+    groups = arena.take<GroupState>(kGroups);
+    queries = arena.take<float>(kGroups * steps * kLanes);
+    acc = arena.take<float>(kGroups * w * kLanes);
+    scores = arena.take<float>(2 * kUnit * kBlockK * kLanes);
+    weights = arena.take<float>(2 * kChunk * kUnit * kPSteps * kLanes);
+    sums = arena.take<float>(kFast ? kUnit * w * kLanes : 0);
+    k_scratch = arena.take<char>(kChunk * 2 * kBlockK * steps * 4);
+    v_scratch = arena.take<char>(is_tile(PV) ? 0 : w / kRowsAtOnce * size_t(value_panel_bytes(PV)));
+    masks = arena.take<GroupMask>(2 * kUnit);
+    scratch_bytes = arena.used;
   }
 
   int64_t key_head() const { return b * shape.Hk + h_k; }
@@ -117,7 +97,7 @@ struct Walk {
         if (a.q_scale.data) {
           state.q_factor[i] = a.q_scale.of(query_head(), row) * factor;
         } else {
-          // A query that is not finite makes its row NaN, even one that attends nothing.
+          // A query that is not finite makes its row NaN, even if it attends nothing.
           alignas(64) float numbers[kMaxDim];
           read_row(a.query, rows[n - 1], shape.D, numbers);
           if (!(largest_of(numbers, round_up(shape.D, kLanes)) < INFINITY)) state.q_factor[i] = NAN;
@@ -146,8 +126,8 @@ struct Walk {
     }
   }
 
-  // One part of a later block on its way from memory: kept blocks lie apart, where no hardware
-  // sees them coming. As far as the second cache; the first is full of what is at work.
+  // Prefetches one part of a later block. Kept blocks are not adjacent, so that hardware does not
+  // prefetch them. Into the second-level cache: the first is full of what is being used.
   void fetch(int64_t i_k, int part, int parts) const {
     const int64_t n = kBlockK / parts, first = i_k * kBlockK + part * n;
     for (int64_t l = first; l < first + n && l < shape.Lk; ++l) {
@@ -160,13 +140,14 @@ struct Walk {
                   bytes);
     }
   }
-  // Rows whose numbers lie apart are left alone: they would be many lines.
+  // Rows that are not dense would be too many cache lines.
   static int64_t row_bytes(const Rows& x, int64_t n) {
-    return lies_together(x) ? n * x.stride_d : 0;
+    return has_dense_rows(x) ? n * x.stride_d : 0;
   }
   static void fetch_bytes(const char* p, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 2);
-    // gcc believes that this has no effect, and without the next line drops every call of `fetch`.
+    // gcc assumes that prefetching has no effect, and without this line drops every call of
+    // `fetch`.
     __asm__ volatile("");
   }
 
@@ -182,7 +163,8 @@ struct Walk {
     return room;
   }
 
-  // Masks of a step, made before its scores are scaled. False if no row of the unit may attend.
+  // The masks of a step, needed before its scores are scaled. False if no row of the unit may
+  // attend.
   bool mask_step(int unit, const Slot& slot, int parity) {
     if (!slot.masked) {
       for (int u = 0; u < kUnit; ++u) groups[unit * kUnit + u].may = kAllLanes;
@@ -208,8 +190,8 @@ struct Walk {
     if constexpr (kTile) {
       tile_scores<QK>(slot.key, quarter, q, q_steps, scores_of(parity, 0), scores_of(parity, 1));
     } else {
-      const Words key{slot.key.data + quarter * (16 / kRowsAtOnce) * slot.key.apart,
-                      slot.key.apart};
+      const Words key{slot.key.data + quarter * (16 / kRowsAtOnce) * slot.key.pitch,
+                      slot.key.pitch};
       float* c = scores_of(parity, 0) + quarter * 16 * kLanes;
       if constexpr (QK == Product::u8i8) {
         const int32_t* sums = a.code_sums + key_head() * shape.Lk;
@@ -223,36 +205,36 @@ struct Walk {
     }
   }
 
-  // Products become scores; the maximum is gathered in block_max.
+  // Turns products into scores; block_max receives their maximum.
   void scale(int unit, const Slot& slot, int parity, int quarter, const float* k_scale) {
     for (int u = 0; u < kUnit; ++u) {
-      const F16 before = quarter ? load(block_max[parity][u]) : all(-INFINITY);
+      const F32x16 before = quarter ? load(block_max[parity][u]) : broadcast(-INFINITY);
       const GroupMask* mask = slot.masked ? &masks[parity * kUnit + u] : nullptr;
-      const F16 most = scale_scores<is_integer(QK)>(
+      const F32x16 most = scale_scores<is_integer(QK)>(
           scores_of(parity, u), quarter * 16, quarter * 16 + 16, k_scale,
           load(groups[unit * kUnit + u].q_factor), mask, kLog2e, before);
       store(block_max[parity][u], most);
     }
   }
 
-  // The second filter, and the shift where a maximum rose. Gives the groups that go on, as bits.
-  // `before_rise(unit)` finishes what was made under the old shift.
+  // Applies the second filter, and moves the shift where needed. Returns the groups that continue,
+  // as bits. `before_rescale(unit)` accumulates what was computed with the old shift.
   template <class F>
-  unsigned decide(int unit, int parity, bool attends, F before_rise) {
+  unsigned decide(int unit, int parity, bool attends, F before_rescale) {
     const float pv_skip = a.pv_skip ? a.pv_skip[h] : INFINITY;
     unsigned active = 0;
     for (int u = 0; u < kUnit; ++u) {
       const int i = unit * kUnit + u;
       if (i >= n_groups) continue;
       GroupState& g = groups[i];
-      const F16 most = attends ? load(block_max[parity][u]) : all(-INFINITY);
+      const F32x16 most = attends ? load(block_max[parity][u]) : broadcast(-INFINITY);
       if (skips(g, most, pv_skip)) {
         ++skips_counted;
       } else if (attends) {
         active |= 1u << u;
-        if (rises(g, most)) {
-          before_rise(unit);
-          fade_rows(acc_of(i), width, follow(&g, most));
+        if (needs_rescale(g, most)) {
+          before_rescale(unit);
+          rescale_rows(acc_of(i), width, move_shift(&g, most));
         }
       }
       store(g.row_max, max_or_nan(load(g.row_max), most));
@@ -263,24 +245,24 @@ struct Walk {
   // Exponentials of one group and a range of keys into the words of P.
   void exponentiate(int unit, int u, int parity, int p_parity, int slot, int from, int to) {
     GroupState& g = groups[unit * kUnit + u];
-    F16 shift = load(g.shift);
-    F16 sum = kFast && from == 0 ? zero()
-              : kFast            ? load(p_scale[p_parity][slot][u])
-                                 : load(g.row_sum);
+    F32x16 shift = load(g.shift);
+    F32x16 sum = kFast && from == 0 ? zero()
+                 : kFast            ? load(p_scale[p_parity][slot][u])
+                                    : load(g.row_sum);
     if constexpr (kFast) {
-      const F16 most = load(block_max[parity][u]);
-      shift = select(less(all(-INFINITY), most), most, zero());
+      const F32x16 most = load(block_max[parity][u]);
+      shift = select(less(broadcast(-INFINITY), most), most, zero());
     }
     sum = exponentials<PV, kDegree>(scores_of(parity, u), from, to, shift,
                                     weights_of(p_parity, slot, u), sum);
     if constexpr (kFast) {
       store(p_scale[p_parity][slot][u], sum);
       if (to < kBlockK) return;
-      // What a code is worth beside the other blocks of its row.
-      const F16 most = load(block_max[parity][u]);
-      const Lanes some = less(all(-INFINITY), most);
-      const F16 weight =
-          select(some, exp2<6>(most - load(g.shift)) * all(1.0f / float(kMost)), zero());
+      // The value of one code, relative to the row's shift.
+      const F32x16 most = load(block_max[parity][u]);
+      const Lanes some = less(broadcast(-INFINITY), most);
+      const F32x16 weight =
+          select(some, exp2<6>(most - load(g.shift)) * broadcast(1.0f / float(kMaxCodeP)), zero());
       store(g.row_sum, fma(sum, weight, load(g.row_sum)));
       store(p_scale[p_parity][slot][u], weight);
     } else {
@@ -288,16 +270,17 @@ struct Walk {
     }
   }
 
-  // 8-bit sums of one block join the accumulator.
+  // Adds the 8-bit sums of one block to the accumulator.
   void join(int g, const float* c, const float* p_weight, const float* v_scale, int64_t from,
             int64_t to) {
-    const F16 weight = load(p_weight);
+    const F32x16 weight = load(p_weight);
     const float factor = a.v_factor[key_head()];
     float* rows = acc_of(g);
     const int32_t* sum = reinterpret_cast<const int32_t*>(c);
     for (int64_t d = from; d < to && d < shape.Dv; ++d)
-      store(rows + d * kLanes, fma(to_float(iload(sum + (d - from) * kLanes)),
-                                   weight * all(v_scale[d] * factor), load(rows + d * kLanes)));
+      store(rows + d * kLanes,
+            fma(to_float(iload(sum + (d - from) * kLanes)), weight * broadcast(v_scale[d] * factor),
+                load(rows + d * kLanes)));
   }
   const float* v_scale_of(int64_t i_k) const {
     return kFast ? a.v_scale + (key_head() * shape.n_k() + i_k) * shape.Dv : nullptr;
@@ -311,18 +294,18 @@ struct Walk {
     const int64_t out_bytes = shape.Dv * bytes_of(a.out_dtype);
     for (int g = 0; g < n_groups; ++g) {
       GroupState& state = groups[g];
-      const F16 row_sum = load(state.row_sum), row_max = load(state.row_max);
-      const Lanes some = less(all(-INFINITY), row_max) | ~at_least(row_max, row_max);
-      F16 inverse = select(some, all(1.0f) / row_sum, zero());
+      const F32x16 row_sum = load(state.row_sum), row_max = load(state.row_max);
+      const Lanes some = less(broadcast(-INFINITY), row_max) | ~at_least(row_max, row_max);
+      F32x16 inverse = select(some, broadcast(1.0f) / row_sum, zero());
       Lanes broken = finite ? 0 : kAllLanes;
-      broken |= ~less(abs(load(state.q_factor)), all(INFINITY));
+      broken |= ~less(abs(load(state.q_factor)), broadcast(INFINITY));
       broken |= Lanes(~some & state.may);
-      inverse = select(broken, all(NAN), inverse);
+      inverse = select(broken, broadcast(NAN), inverse);
       float* o = acc_of(g);
       for (int64_t d = 0; d < width; ++d) {
-        const F16 x = load(o + d * kLanes) * inverse * all(back);
-        // An average exceeds none of its values, however it was rounded; NaN passes.
-        store(o + d * kLanes, max(all(-bound), min(all(bound), x)));
+        const F32x16 x = load(o + d * kLanes) * inverse * broadcast(back);
+        // Rounding must not make an average exceed the largest value; NaN is kept.
+        store(o + d * kLanes, max(broadcast(-bound), min(broadcast(bound), x)));
       }
       for (int64_t d = 0; d < shape.Dv; d += kLanes)
         transpose(o + d * kLanes, kLanes, rows + d, kMaxDim);

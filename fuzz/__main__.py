@@ -1,9 +1,9 @@
-"""`python -m fuzz`: draw calls until the time is over; exit 1 with the smallest that fails.
+"""`python -m fuzz`: draw calls until the time is up; exit 1 with the smallest call that fails.
 
-    FUZZ_SECONDS=120   how long; FUZZ_SEED=… which calls (printed); FUZZ_ISA=avx2 only this one
-    python -m fuzz "Drawn(Lq=3)"   one call again, as it was printed
+    FUZZ_SECONDS=120  duration; FUZZ_SEED=… seed (printed); FUZZ_ISA=avx2 one instruction set
+    python -m fuzz "Drawn(Lq=3)"   run one printed call again
 
-The calls run in a child process: if it dies, the parent still knows the call it died in.
+The calls run in a child process; if it crashes, the parent prints the call.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .case import WrongError
 from .draws import Drawn
 from .judge import judge
 
-ROUND = 50  # calls between two looks at the clock
-SHRINK = 60  # seconds to make a failing call smaller
+ROUND = 50  # calls between checks of the time
+SHRINK = 60  # seconds to shrink a failing call
 KEEPS = ("KeepAll", "KeepError", "KeepFraction", "KeepMass")
 NAMES = {name: getattr(sparge, name) for name in (*KEEPS, "Recipe")}
-# Threads that wait must not spin: the cores have other work.
+# Waiting threads must not spin.
 QUIET = {"OMP_WAIT_POLICY": "passive"}
 QUICK = settings(
     max_examples=ROUND, deadline=None, database=None, print_blob=False, report_multiple_bugs=False,
@@ -45,7 +45,7 @@ def main() -> int:
     if len(sys.argv) > 1 and sys.argv[1] != "--child":
         names = {"Drawn": Drawn, "nan": float("nan"), "inf": float("inf"), **NAMES}
         judge(eval(sys.argv[1], names))
-        print("this call is right")
+        print("fuzz: this call passes")
         return 0
     seconds = float(os.environ.get("FUZZ_SECONDS") or 120)
     first = int(os.environ.get("FUZZ_SEED") or time.time_ns() % 10**9)
@@ -57,7 +57,7 @@ def main() -> int:
         command = [sys.executable, "-m", "fuzz", "--child", str(note)]
         done = subprocess.run(command, env={**os.environ, **QUIET, "FUZZ_SEED": str(first)})
         if done.returncode not in (0, 1):
-            print(f"fuzz: died with {done.returncode} in\n{note.read_text()}")
+            print(f"fuzz: the process exited with {done.returncode} in\n{note.read_text()}")
     return int(done.returncode != 0)
 
 
@@ -70,7 +70,7 @@ def draw_until(end: float, first: int, note: Path) -> int:
     def one(drawn: Drawn) -> None:
         nonlocal done, runs, failing, shrunk
         if time.monotonic() > shrunk:
-            raise KeyboardInterrupt  # the only thing that Hypothesis does not catch
+            raise KeyboardInterrupt  # Hypothesis catches everything else
         note.write_text(repr(drawn))
         try:
             runs += judge(drawn)

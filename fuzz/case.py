@@ -1,4 +1,4 @@
-"""A drawn call with what the reference makes of it, and how far rounding may move that."""
+"""A drawn call with the results of the reference, and how far rounding may move them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from sparge.backends.reference.plan import BlockStatistics, block_statistics
-from sparge.quantize import quantize
 from torch import Tensor
 
 import sparge
 from sparge import BlockPlan, Recipe
-from sparge.backends.reference.prepare import smooth_keys
-from sparge.backends.reference.scores import working
+from sparge.call import Inputs
 from sparge.check import check_call
-from sparge.dispatch.choose import get_backend
+from sparge.dispatch import get_backend
 from sparge.execute import tokens_of
-from sparge.geometry import BLOCK_K, BLOCK_Q
-from sparge.qtensor import QTensor
+from sparge.qtensor import QTensor, working
 from sparge.recipe import heads_of
+from sparge.stages import Prepared, Statistics
 from sparge.tokenmask import as_4d
 
 from .draws import Drawn, tensors
@@ -30,7 +27,7 @@ PRECISE = 0.02
 
 
 class WrongError(AssertionError):
-    """What the native core gave cannot be."""
+    """The native core returned a wrong result."""
 
 
 def need(ok: bool | Tensor, what: str, where: Tensor | None = None) -> None:
@@ -41,7 +38,7 @@ def need(ok: bool | Tensor, what: str, where: Tensor | None = None) -> None:
 
 @dataclass
 class Case:
-    """A drawn call with its tensors and what the reference makes of it."""
+    """A drawn call with its tensors and the results of the reference."""
 
     drawn: Drawn
 
@@ -54,41 +51,35 @@ class Case:
         }  # fmt: skip
         self.call = check_call(self.q, self.k, self.v, **self.options)
         self.mask = as_4d(self.masks["attn_mask"])
-        self.tokens = tokens_of(self.call, self.mask)
+        self.tokens = tokens_of(self.call, Inputs(self.q, self.k, self.v, self.mask))
         self.scale, self.recipe = self.call.scale, d.recipe
         options = {k: v for k, v in self.options.items() if k != "recipe"}
         self.plan = sparge.make_plan(
             self.q, self.k, value=self.v, recipe=self.recipe, backend="reference", **options
         )
-        self.operands = quantize(
-            self.q, self.k, self.v, scale=self.scale, precision=self.recipe.precision,
-            backend=get_backend("reference"),
-        )  # fmt: skip
-        if self.operands.lse_shift is not None:
-            shift = self.operands.lse_shift.contiguous()
-            self.operands = replace(self.operands, lse_shift=shift)
+        stages = get_backend("reference").stages()
+        made = stages.prepare(self.call, self.q, self.k, self.v, to_plan=True, to_attend=True)
+        self.prepared = contiguous(made)
+        self.operands, self.statistics = self.prepared.operands, self.prepared.statistics
         self.out, self.lse, self.skips = self.attend("reference", self.plan)
         self.reach, self.drift = self._drift()
 
-    def attend(self, backend: str, plan: BlockPlan, recipe: Recipe | None = None):
-        return get_backend(backend).stage("attend").attend(
-            self.operands, plan, replace(self.tokens), scale=self.scale,
-            recipe=recipe or self.recipe, dtype=self.q.dtype,
-        )  # fmt: skip
+    def attend(
+        self, backend: str, plan: BlockPlan, recipe: Recipe | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call = replace(self.call, recipe=recipe or self.recipe)
+        stages, tokens = get_backend(backend).stages(), replace(self.tokens)
+        done = stages.attend(call, self.prepared, plan, tokens)
+        return done.out, done.lse, done.pv_skips
 
     @cached_property
     def settled(self) -> Tensor:
-        """Rows whose scores are far from overflow, in whatever order they are added up."""
+        """Rows whose scores are far from overflow in any order of summation."""
         q = self.q.double().nan_to_num(0.0, 0.0, 0.0).abs().sum(-1)
         raw = q * self.heads(largest_of(self.k))[..., 0] * max(1.0, abs(self.scale))
-        # The reference multiplies sums of codes with one scale before the other.
+        # The reference multiplies sums of codes by one scale and then the other.
         fits = not self.recipe.quantized or largest_of(self.q).max() < 1e33
         return (raw < 1e36) & (self.reach < 1e36) & fits
-
-    @cached_property
-    def statistics(self) -> tuple[BlockStatistics, BlockStatistics]:
-        smooth, _ = smooth_keys(self.k)
-        return block_statistics(self.q, BLOCK_Q), block_statistics(smooth, BLOCK_K)
 
     @cached_property
     def skip_bounds(self) -> tuple[Tensor, Tensor]:
@@ -99,7 +90,7 @@ class Case:
         return least, most
 
     def heads(self, x: Tensor) -> Tensor:
-        """What key heads have, for query heads."""
+        """Values of key heads repeated for query heads."""
         return x.repeat_interleave(self.drawn.group, 1)
 
     def _drift(self) -> tuple[Tensor, Tensor]:
@@ -117,13 +108,21 @@ class Case:
         return reach, (8 + self.drawn.D**0.5) * EPS * reach
 
 
+def contiguous(prepared: Prepared) -> Prepared:
+    """The same numbers as a backend would have written them."""
+    found, shift = prepared.statistics, prepared.operands.lse_shift
+    dense = {name: None if x is None else x.contiguous() for name, x in vars(found).items()}
+    operands = replace(prepared.operands, lse_shift=None if shift is None else shift.contiguous())
+    return replace(prepared, operands=operands, statistics=Statistics(**dense))
+
+
 def largest_of(x: Tensor) -> Tensor:
     """The largest finite |x| of each head, fp64 `[B, H, 1, 1]`."""
     return x.double().nan_to_num(0.0, 0.0, 0.0).abs().amax((-1, -2), keepdim=True)
 
 
 def shifted(case: Case, sign: float) -> Recipe:
-    """The recipe with thresholds as far away as scores may drift."""
+    """The recipe with its threshold moved as far as rounding may move scores."""
     drift = case.drift[case.drift < PRECISE]
     by = sign * (1e-5 + 2 * (float(drift.max()) if drift.numel() else 0.0))
     each = heads_of(case.recipe.pv_skip, case.drawn.Hq, none=math.inf)

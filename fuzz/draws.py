@@ -1,4 +1,4 @@
-"""What is drawn: one call as plain facts, so that it prints, shrinks and runs again by itself."""
+"""The drawn calls: plain values, so that a call prints, shrinks and can be run again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAD = (math.nan, math.inf, -math.inf)
 
 @dataclass(frozen=True)
 class Drawn:
-    """One call; tensors are made of it by `tensors`, the same ones every time."""
+    """One call; `tensors` makes its tensors, the same every time."""
 
     B: int = 1
     Hk: int = 1
@@ -42,7 +42,7 @@ class Drawn:
     mask: tuple[str, tuple[bool, ...], float, str, bool] | None = None
     """`(bool or a dtype, dimensions written out, share that attends, layout, NaN inside)`."""
     blocks: float | None = None
-    """The share of a block mask of the caller's."""
+    """Share of True in the caller's block mask."""
     is_causal: bool = False
     causal_align: str = "top_left"
     scale: float | None = None
@@ -56,7 +56,7 @@ class Drawn:
 
     @property
     def plain(self) -> bool:
-        """Numbers of the size that networks have: gradients can be compared."""
+        """Numbers of ordinary size, so that gradients can be compared."""
         return not self.bad and set(self.numbers) <= {"normal", "zeros", "constant", "shifted"}
 
 
@@ -177,7 +177,7 @@ def numbers(shape: tuple[int, ...], kind: str, dtype: torch.dtype, g: torch.Gene
 
 
 def laid(x: Tensor, layout: str, bad: list[float], g: torch.Generator) -> Tensor:
-    """The same numbers (or the first of those that share memory) in another order of memory."""
+    """The same numbers in another memory layout (the first ones where it shares memory)."""
     shared = {"same_batch": 0, "same_heads": 1, "same_rows": 2, "same_channels": 3}.get(layout)
     shape = x.shape
     if shared is not None:
@@ -200,7 +200,7 @@ def in_memory(x: Tensor, layout: str) -> Tensor:
         room = x.new_full((*x.shape[:3], 2 * x.shape[3]), math.nan)
         room[..., 1::2] = x
         return room[..., 1::2]
-    if layout == "offset":  # at the very end of its memory, on an odd address
+    if layout == "offset":  # at the end of its memory, at an odd address
         room = x.new_full((x.numel() + 1,), math.nan)
         room[1:] = x.flatten()
         return room[1:].view(x.shape)

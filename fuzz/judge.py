@@ -1,12 +1,12 @@
-"""How a drawn call is judged: stage by stage, each fed what the reference made, then as a whole.
+"""How a drawn call is judged: each stage on the reference's inputs, then the whole call.
 
     quantize, statistics   against the reference's, up to rounding
     plan                   of the reference's statistics: the same blocks, up to near-ties
     attend                 of the reference's operands and plan: numbers, NaN rows, skips
     attention              the same bits as its stages; rows without keys; rules 5.9 – 5.11
 
-A row is told how far rounding may move its scores (`drift`, natural-log units); rows that drift
-further than PRECISE are only asked to be of the right kind.
+`drift` bounds how far rounding may move the scores of a row (natural log). Rows with more
+drift than PRECISE are only checked for NaN and for empty rows.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .case import EPS, PRECISE, Case, WrongError, largest_of, need
 from .draws import Drawn
 from .stages import judge_plan, judge_statistics
 
-# Relative to the largest value of the head: 16-bit P and V round to 2⁻⁹ each, an 8-bit P that
-# lies between two codes may fall to either.
+# Relative to the largest value of the head: 16-bit P and V round to 2⁻⁹ each, and an 8-bit P
+# between two codes may round to either.
 OUT = {"exact": 2e-5, "half": 2.0**-7, "int8": 2.0**-7, "int8-fast": 2.0**-6}
 LSE = {"exact": 2e-5, "half": 1e-3, "int8": 1e-3, "int8-fast": 1e-3}
 
 
 def judge(drawn: Drawn) -> int:
-    """Judge one call on every instruction set here; how many calls of the core that was."""
+    """Judge one call on every instruction set of this machine; returns the number of runs."""
     torch.set_num_threads(1)
     case = Case(drawn)
     isas = [os.environ["FUZZ_ISA"]] if os.environ.get("FUZZ_ISA") else native.available()
@@ -83,7 +83,7 @@ def judge_numbers(case: Case, out: Tensor, lse: Tensor, precise: Tensor) -> None
     need(not wrong.any(), "an average is larger than its values", wrong)
     drift = case.drift[..., None]
     room = largest * (OUT[precision] + 4 * drift + 2 * facts.eps)
-    # The reference rounds V to 16 bits as it is, the core after lifting it: tiny ones differ.
+    # The core scales tiny V up before it rounds it to 16 bits; the reference does not.
     held = facts if precision == "exact" else torch.finfo(half_dtype(dtype))
     room = room + 2 * held.smallest_normal * held.eps
     fine = precise & ~nan.any(-1) & ~case.out.isnan().any(-1)
@@ -101,13 +101,13 @@ def worst(out: Tensor, theirs: Tensor, largest: Tensor, wrong: Tensor) -> float:
 
 
 def tied(case: Case, skips: Tensor) -> Tensor:
-    """Rows whose second filter stands near its threshold; any other must skip the same."""
+    """Rows near the threshold of the second filter; all others must skip the same blocks."""
     recipe = case.recipe
     if recipe.pv_skip is None:
         need(not skips.any(), "blocks are skipped by a filter that is off")
         return torch.zeros(case.lse.shape, dtype=torch.bool)
     least, most = case.skip_bounds
-    # Under a query or a key that is not finite rows are NaN, and their groups skip as it falls.
+    # With a query or a key that is not finite, rows are NaN and may or may not be skipped.
     precise = (case.drift < PRECISE) & case.settled & finite_rows(case.q)
     precise = in_blocks(precise, -1, BLOCK_Q, fill=True).all(-1) & ~bad_blocks(case, case.plan)
     outside = ((skips < least) | (skips > most)) & precise
@@ -126,7 +126,7 @@ def bad_blocks(case: Case, plan: BlockPlan) -> Tensor:
 
 
 def judge_attention(case: Case) -> None:
-    """The same bits as its stages, and the rules that can be told without a reference."""
+    """The same bits as its stages, and the rules that need no reference."""
     options = {**case.options, "backend": "cpu"}
     out, lse = sparge.attention(case.q, case.k, case.v, return_lse=True, **options)
     plan = sparge.make_plan(case.q, case.k, value=case.v, **options)
@@ -135,7 +135,7 @@ def judge_attention(case: Case) -> None:
     again, lse_again = sparge.attend(case.q, case.k, case.v, plan, **options)
     same = torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
     need(same and torch.equal(lse.nan_to_num(7.0), lse_again.nan_to_num(7.0)),
-         "attention is not its stages")  # fmt: skip
+         "attention differs from its stages")  # fmt: skip
     judge_rules(case, out, lse, plan)
 
 
@@ -144,7 +144,7 @@ def judge_rules(case: Case, out: Tensor, lse: Tensor, plan: BlockPlan) -> None:
     bad = bad_blocks(case, plan).repeat_interleave(BLOCK_Q, -1)[..., : case.drawn.Lq]
     bad = bad | ~finite_rows(case.q)
     nan = out.isnan().any(-1)
-    need(not (bad & ~nan).any(), "a number stands where NaN must", bad & ~nan)
+    need(not (bad & ~nan).any(), "a number where NaN is expected", bad & ~nan)
     settled = case.settled
     if case.mask is not None and case.mask.dtype != torch.bool:
         settled = settled & ~(case.mask.isnan() | (case.mask == math.inf)).any()
@@ -153,9 +153,9 @@ def judge_rules(case: Case, out: Tensor, lse: Tensor, plan: BlockPlan) -> None:
         fine = finite_rows(case.q) & case.heads(finite)
         settled = settled & case.heads(largest_of(case.k)[..., 0] < 1e38)
         settled = settled & (largest_of(case.q)[..., 0] < 1e38)
-        need(not (nan & fine & settled).any(), "NaN out of nothing", nan & fine & settled)
+        need(not (nan & fine & settled).any(), "an unexpected NaN", nan & fine & settled)
     else:
-        need(not (nan & ~bad & settled).any(), "NaN out of nothing", nan & ~bad & settled)
+        need(not (nan & ~bad & settled).any(), "an unexpected NaN", nan & ~bad & settled)
     pairs = torch.stack([case.tokens.region(
         b, h, slice(0, case.drawn.Lq), slice(0, case.drawn.Lk), case.q.device,
     )[0] for b in range(case.drawn.B) for h in range(case.drawn.Hq)]
@@ -169,12 +169,12 @@ def judge_rules(case: Case, out: Tensor, lse: Tensor, plan: BlockPlan) -> None:
     need((out[empty] == 0).all() and (lse[empty] == -math.inf).all(), "rows without keys are not 0")
     need(
         (lse[may.any(-1) & ~nan & case.settled] > -math.inf).all(),
-        "a row with keys says it has none",
+        "a row with keys has an lse of -inf",
     )
 
 
 def judge_gradient(case: Case) -> None:
-    """Gradients of the unquantized precisions, where no group stands near the second filter."""
+    """Gradients of the unquantized precisions, if no group is near the filter's threshold."""
     drawn, recipe = case.drawn, case.recipe
     if recipe.quantized or not drawn.plain or drawn.blocks is not None or case.out.isnan().any():
         return
@@ -188,8 +188,7 @@ def judge_gradient(case: Case) -> None:
         options = {k: case.options[k] for k in ("attn_mask", "scale", "enable_gqa", "recipe")}
         out, _ = sparge.attend(*leaves, case.plan, backend=backend, **options)
         grads.append(torch.autograd.grad((out * weight).float().sum(), leaves))
-    # dq and dk are differences: rounding is relative to what is taken from another, not to what is
-    # left of it.
+    # dq and dk are differences: rounding is relative to their terms, not to the result.
     terms = float(weight.double().abs().sum(-1).max() * largest_of(case.v).max()) * abs(case.scale)
     sizes = {"q": terms * largest_of(case.k).max(), "k": terms * largest_of(case.q).max(), "v": 0.0}
     limit = 1e-4 if recipe.precision == "exact" else 2e-2

@@ -1,4 +1,4 @@
-"""Quantize, statistics and plan against the reference's: up to rounding, up to near-ties."""
+"""Quantization, statistics and plan against the reference, up to rounding and near-ties."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from dataclasses import replace
 
 import torch
-from sparge.backends.cpu.plan import plan_from
 from torch import Tensor
 
 from sparge import BlockPlan, KeepAll, KeepError, KeepFraction
 from sparge.backends.budget import FACTORS, checked_rows
-from sparge.backends.cpu.prepare import Statistics, prepare
+from sparge.backends.cpu import stages as cpu
 from sparge.backends.forced import forced_blocks
-from sparge.backends.reference import plan as reference_plan
-from sparge.backends.reference.sampled_rows import operands_of, step_errors
+from sparge.backends.reference import stages as reference
+from sparge.backends.reference.sampled_rows import step_errors
+from sparge.backends.reference.similarity import untrusted_keys, untrusted_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q, in_blocks
-from sparge.qtensor import Operands, QTensor, finite_rows
+from sparge.qtensor import QTensor, finite_rows
 from sparge.recipe import heads_of
 from sparge.tokenmask import EXCLUDED
 
@@ -25,7 +25,8 @@ from .case import EPS, PRECISE, Case, largest_of, need
 
 def judge_statistics(case: Case) -> None:
     recipe = case.recipe
-    operands, found = prepare(case.q, case.k, case.v, scale=case.scale, recipe=recipe)
+    made = cpu.prepare(case.call, case.q, case.k, case.v, to_plan=True, to_attend=True)
+    operands, found = made.operands, made.statistics
     if recipe.quantized:
         for name in ("query", "key", "value"):
             ours, theirs = getattr(operands, name), getattr(case.operands, name)
@@ -37,25 +38,25 @@ def judge_statistics(case: Case) -> None:
         room = case.q.double().abs().nan_to_num(0, 0, 0).sum(-1) * case.heads(largest)[..., 0]
         fine = finite_rows(case.q) & case.heads(finite_rows(case.k).all(-1, True))
         fine &= room * max(1.0, abs(case.scale)) < 1e37
-        # The mean is made of numbers lowered by 2⁻⁷, the smallest of which lose their last bits.
+        # The mean sums numbers scaled by 2⁻⁷; the smallest lose their last bits.
         ours = case.q.double().abs().nan_to_num(0, 0, 0).sum(-1) * 2**-140
         terms = ((BLOCK_K + case.drawn.D) * EPS * room + ours) * abs(case.scale) + 1e-30
         wrong = fine & ~(off <= terms)
         need(not wrong.any(), "lse_shift differs", wrong)
     if found.q_pooled is not None:
-        theirs, keys = case.statistics
-        judge_pooled(found.q_pooled, theirs.pooled, case.q, BLOCK_Q, "query")
-        judge_pooled(found.k_pooled, keys.pooled, case.k, BLOCK_K, "key")
+        theirs = case.statistics
+        judge_pooled(found.q_pooled, theirs.q_pooled, case.q, BLOCK_Q, "query")
+        judge_pooled(found.k_pooled, theirs.k_pooled, case.k, BLOCK_K, "key")
 
 
 def judge_codes(ours: QTensor, theirs: QTensor, x: Tensor, name: str) -> None:
     lost = ours.scale.isnan() != theirs.scale.isnan()
-    if largest_of(x).max() < 1e38:  # beyond, the mean may overflow in one order and not another
+    if largest_of(x).max() < 1e38:  # above, the mean may overflow in one order and not in another
         need(not lost.any(), f"{name}: NaN scales differ", lost)
     steps = [x.row_scale().double() for x in (ours, theirs)]
     ours_step, step = steps if theirs.per_channel else [x[..., None] for x in steps]
     a, b = ours.codes * ours_step, theirs.codes * step
-    # The mean of a head is added up row by row within a block.
+    # The mean of a head is summed row by row within a block.
     room = step * 1.01 + BLOCK_K * EPS * largest_of(x) + 2**-140
     wrong = ~((a - b).abs() <= room) & ~a.isnan() & ~b.isnan()
     need(not wrong.any(), f"{name}: codes differ by more than one step", wrong)
@@ -75,23 +76,12 @@ def judge_pooled(ours: Tensor, theirs: Tensor, x: Tensor, block: int, name: str)
 
 
 def judge_plan(case: Case) -> None:
-    """The plan of the reference's statistics: kept blocks are right, whatever ties there were."""
+    """The plan from the reference's statistics: the kept blocks are right up to ties."""
     if case.drawn.blocks is not None:
         return
-    recipe, tokens = case.recipe, replace(case.tokens)
-    stats = Statistics()
-    if not isinstance(recipe.keep, KeepAll) and recipe.predictor != "rows":
-        of_q, of_k = case.statistics
-        judge_it = recipe.min_similarity is not None
-        stats = Statistics(
-            of_q.pooled.contiguous(), of_k.pooled.contiguous(),
-            of_q.similarity.contiguous() if judge_it else None,
-            of_k.similarity.contiguous() if judge_it else None,
-        )  # fmt: skip
-    operands = Operands(case.q, case.k, case.k)
-    if not isinstance(recipe.keep, KeepAll):
-        operands = operands_of(case.q, case.k, case.k, scale=case.scale, precision=recipe.precision)
-    plan = plan_from(operands, stats, tokens, scale=case.scale, recipe=recipe, value=case.v)
+    call, recipe, tokens = case.call, case.recipe, replace(case.tokens)
+    mass = cpu.predict(call, case.prepared, tokens) if call.predicts else None
+    plan = cpu.select(call, case.prepared, mass, tokens)
     plan.validate()
     need(torch.equal(plan.allowed, case.plan.allowed), "allowed blocks differ")
     kept, theirs = plan.to_mask(), case.plan.to_mask()
@@ -104,18 +94,20 @@ def judge_plan(case: Case) -> None:
 
 
 def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> None:
-    """Rows that differ must be near-ties of the reference's own prediction."""
+    """Rows that differ must be near-ties in the reference's prediction."""
     recipe, Hq = case.recipe, case.drawn.Hq
     may = (case.tokens.block_kinds(case.q.device) != EXCLUDED).expand(kept.shape)
-    p, distrusted = reference_plan.predict(
-        case.q, case.k, case.tokens, may, scale=case.scale, recipe=recipe
-    )
+    p = reference.predict(case.call, case.prepared, case.tokens)
+    distrusted = torch.zeros_like(may)
+    if recipe.min_similarity is not None:
+        rows = untrusted_queries(case.call, case.statistics)[..., None]
+        distrusted = rows | untrusted_keys(case.call, case.statistics)[..., None, :]
     drift = in_blocks(case.drift, -1, BLOCK_Q).amax(-1)
     overflows = in_blocks(~case.settled, -1, BLOCK_Q, fill=False).any(-1)
     p = p.double()
     known = p.isfinite().all(-1) & (p > 0).any(-1)
     wrong = differs & ~known & ~overflows
-    need(not wrong.any(), "a row that says nothing does not keep everything", wrong)
+    need(not wrong.any(), "a row without a prediction does not keep everything", wrong)
     room = 2e-5 + 8 * drift
     precise = differs & known & (drift < PRECISE)
     free = may & ~distrusted & ~forced_blocks(case.tokens, recipe, case.q.device)
@@ -137,25 +129,23 @@ def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> Non
 
 
 def judge_budget(case: Case, plan: BlockPlan) -> None:
-    """Whatever step a head took: its error is the one said, and within the budget."""
+    """For the step that a head took: its error is the reported one, and within the budget."""
     kept, Hq = plan.to_mask(), case.drawn.Hq
     assert plan.error is not None
     said = plan.error.double()
     budget = torch.tensor(heads_of(case.recipe.keep.max_error, Hq, none=1.0), dtype=torch.float64)
-    need((said <= budget).all(), "the error said is not within the budget", ~(said <= budget))
+    need((said <= budget).all(), "the reported error is not within the budget", ~(said <= budget))
     may = (case.tokens.block_kinds(case.q.device) != EXCLUDED).expand(kept.shape)
-    wrong, whole = step_errors(
-        case.q, case.k, case.v, torch.where(kept, 0, len(FACTORS)), may, case.tokens,
-        scale=case.scale, recipe=case.recipe,
-    )  # fmt: skip
+    first = torch.where(kept, 0, len(FACTORS))
+    wrong, whole = step_errors(case.call, case.prepared, first, may, case.tokens)
     every = (kept | ~may).flatten(2).all(-1)
     lost = ~wrong[..., 0].isfinite() & ~every & case.settled.all(-1)
     need(not lost.any(), "blocks are skipped where nothing could be measured", lost)
-    # Of values that cancel each other little is left, and rounding is relative to the values.
+    # Values may cancel; rounding is relative to the values, not to their sum.
     largest = case.heads(largest_of(case.v))[..., 0, 0]
     rows = len(checked_rows(case.drawn.Lq, case.recipe.sample_rows)) * case.drawn.Dv
     drift = case.drift.amax(-1)
     room = (1e-4 + 8 * drift) * (largest * rows / whole).nan_to_num(math.inf, math.inf)
     precise = case.settled.all(-1) & (drift < PRECISE) & (largest < 1e30)
     off = (said - torch.where(every, 0.0, wrong[..., 0] / whole)).abs()
-    need(not (precise & (off > room)).any(), "the error said is another", precise & (off > room))
+    need(not (precise & (off > room)).any(), "the reported error is wrong", precise & (off > room))

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
 #
-# Covers what the kernels read and write beside torch's tensors and their own scratch: with ASan
-# preloaded, both come from its allocator, byte for byte. It first proves that on a build with a
-# fault planted in it. Not covered: masked and tile loads, which no compiler instruments; the
-# `portable` and `tiles` builds of the same walk stand in for them.
+# Finds reads and writes outside of torch's tensors and of the kernels' scratch: with ASan preloaded
+# both come from its allocator. The script first proves this on a build with a planted fault. Not
+# covered: masked and tile loads, which compilers do not instrument; the `portable` and `tiles`
+# builds run the same schedules without them.
 #
-# No ThreadSanitizer: libgomp, libtorch and Python are not built for it, so it neither sees their
+# No ThreadSanitizer: libgomp, libtorch and Python are not built for it, so it sees neither their
 # locks nor the start of a parallel region, and reports every hand-over between threads as a race.
-# Instead tests/test_native_threads.py runs here: many callers at once, each result compared bit
-# for bit with the call alone. The core keeps no state between calls but what it finds out about
-# the processor, in a static that C++ makes once; tasks of a call write to places of their own.
+# Instead tests/test_native_threads.py runs here: many concurrent callers, each result compared bit
+# for bit with the same call alone. The core keeps no state between calls except the processor's
+# features, in a C++ static; tasks of a call write to disjoint memory.
 #
-# SANITIZE_TESTS="tests/test_edges.py -k cpu-avx2" narrows it.
+# SANITIZE_TESTS="tests/test_edges.py -k cpu-avx2" selects other tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/sanitize
-# In files, because the workers of pytest may take their last words with them.
+# In files, because the output of a crashed pytest worker is lost.
 reports=$PWD/$build/reports
 python=$(command -v python)
 
@@ -28,7 +28,7 @@ make_library() {  # source folder, build folder
 sanitized() {  # library, command …
   local library=$1
   shift
-  # Leaks are not looked for: Python and torch keep their own on purpose until the process ends.
+  # No leak check: Python and torch leak on purpose at exit.
   env LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
     ASAN_OPTIONS="detect_leaks=0:log_path=$reports/asan" \
     UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1:log_path=$reports/ubsan" \
@@ -40,22 +40,22 @@ rm -rf "$reports"
 mkdir -p "$reports"
 library=$PWD/$build/_cpu.so
 sanitized "$library" python -c "
-from sparge import native
+from sparge.backends.cpu import library as native
 assert native.why_missing() is None, native.why_missing()
 print('sanitized:', ', '.join(native.available()))"
 
-# A kernel that reads 16 numbers where fewer are left: past the end of the caller's tensor.
+# The planted fault: a kernel reads 16 numbers where fewer are left, past the end of a tensor.
 broken=build/sanitize-broken
 rm -rf "$broken/source"
 mkdir -p "$broken/source"
 cp -r CMakeLists.txt csrc "$broken/source"
 sed -i 's/for (; i + kLanes <= n; i += kLanes) store(out/for (; i < n; i += kLanes) store(out/' \
-  "$broken/source/csrc/rows.h"
-if cmp -s csrc/rows.h "$broken/source/csrc/rows.h"; then
-  echo "sanitize: no fault could be planted; csrc/rows.h has changed" >&2
+  "$broken/source/csrc/read_rows.h"
+if cmp -s csrc/read_rows.h "$broken/source/csrc/read_rows.h"; then
+  echo "sanitize: no fault could be planted; csrc/read_rows.h has changed" >&2
   exit 1
 fi
-# One instruction set shows it, and compiles in seconds.
+# One instruction set is enough, and compiles in seconds.
 sed -i 's/if(CMAKE_SYSTEM_PROCESSOR MATCHES .*)/if(OFF)/' "$broken/source/CMakeLists.txt"
 make_library "$broken/source" "$broken/build" > /dev/null
 if sanitized "$PWD/$broken/build/_cpu.so" env SPARGE_ISA=portable python -c "
@@ -71,10 +71,14 @@ rm "$reports"/*
 echo "sanitize: a planted read past the end of a tensor is found"
 
 kernels=(attend plan statistics quantize masks edges nonfinite second_filter varlen properties grad
-  invariance protect native_threads keep_error)
+  invariance protect native_threads native_arguments keep_error)
+# native_arguments calls the ops themselves, once and not for each instruction set.
+tests=(-k "cpu- or native_arguments")
+for name in "${kernels[@]}"; do tests+=("tests/test_$name.py"); done
+[[ -z "${SANITIZE_TESTS:-}" ]] || read -ra tests <<< "$SANITIZE_TESTS"
 code=0
 sanitized "$library" python -m pytest -q --tb=short -n "${SANITIZE_WORKERS:-2}" -p no:cacheprovider \
-  ${SANITIZE_TESTS:--k cpu- $(printf 'tests/test_%s.py ' "${kernels[@]}")} || code=$?
+  "${tests[@]}" || code=$?
 if compgen -G "$reports/*" > /dev/null; then
   cat "$reports"/*
   exit 1

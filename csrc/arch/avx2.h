@@ -1,4 +1,4 @@
-// The words of AVX2 with FMA and F16C: 16 lanes are two registers.
+// Vector operations of AVX2 with FMA and F16C: 16 lanes are two registers.
 #pragma once
 
 #include <immintrin.h>
@@ -12,67 +12,72 @@
 namespace sparge {
 namespace {
 
-struct F16 {
+struct F32x16 {
   __m256 lo, hi;
 };
-struct I16 {
+struct I32x16 {
   __m256i lo, hi;
 };
 using Lanes = uint32_t;  // one bit per lane
 
 constexpr const char* kName = "avx2";
-constexpr int kRowsAtOnce = 4;  // of A in registers: 8 accumulators hide the latency of an FMA
+constexpr int kRowsAtOnce =
+    4;  // rows of A held in registers: 8 accumulators hide the latency of an FMA
 constexpr bool kHasBytes = false, kHasPairs = false;
 
-inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-inline I16 izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline F16 all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, F16 a) {
+inline F32x16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline I32x16 izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline F32x16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F32x16 a) {
   _mm256_storeu_ps(p, a.lo);
   _mm256_storeu_ps(p + 8, a.hi);
 }
-inline I16 iload(const int32_t* p) {
+inline I32x16 iload(const int32_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
 }
-inline void istore(int32_t* p, I16 a) {
+inline void istore(int32_t* p, I32x16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), a.hi);
 }
-inline F16 operator+(F16 a, F16 b) {
+inline F32x16 operator+(F32x16 a, F32x16 b) {
   return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
 }
-inline F16 operator-(F16 a, F16 b) {
+inline F32x16 operator-(F32x16 a, F32x16 b) {
   return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
 }
-inline F16 operator*(F16 a, F16 b) {
+inline F32x16 operator*(F32x16 a, F32x16 b) {
   return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
 }
-inline F16 operator/(F16 a, F16 b) {
+inline F32x16 operator/(F32x16 a, F32x16 b) {
   return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
 }
 // a · b + c
-inline F16 fma(F16 a, F16 b, F16 c) {
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
-// The second operand where one is NaN.
-inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
-inline F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
-inline F16 abs(F16 a) {
+// Return the second operand where either is NaN.
+inline F32x16 max(F32x16 a, F32x16 b) {
+  return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+}
+inline F32x16 min(F32x16 a, F32x16 b) {
+  return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+}
+inline F32x16 abs(F32x16 a) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
 }
-inline F16 round(F16 a) {
+inline F32x16 round(F32x16 a) {
   constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(a.lo, nearest), _mm256_round_ps(a.hi, nearest)};
 }
-inline F16 sqrt(F16 a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
-inline Lanes less(F16 a, F16 b) {
+inline F32x16 sqrt(F32x16 a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
+inline Lanes less(F32x16 a, F32x16 b) {
   return Lanes(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ))) |
          Lanes(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))) << 8;
 }
-inline Lanes at_least(F16 a, F16 b) {
+inline Lanes at_least(F32x16 a, F32x16 b) {
   return Lanes(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ))) |
          Lanes(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ))) << 8;
 }
@@ -81,31 +86,31 @@ inline __m256 lane_mask(Lanes m) {
   return _mm256_castsi256_ps(
       _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(m)), bits), bits));
 }
-inline F16 select(Lanes m, F16 yes, F16 no) {
+inline F32x16 select(Lanes m, F32x16 yes, F32x16 no) {
   return {_mm256_blendv_ps(no.lo, yes.lo, lane_mask(m)),
           _mm256_blendv_ps(no.hi, yes.hi, lane_mask(m >> 8))};
 }
-inline float lane_max(F16 a) {
+inline float lane_max(F32x16 a) {
   const __m256 m = _mm256_max_ps(a.lo, a.hi);
   __m128 n = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
   n = _mm_max_ps(n, _mm_movehl_ps(n, n));
   return _mm_cvtss_f32(_mm_max_ss(n, _mm_movehdup_ps(n)));
 }
-// By halves.
-inline float lane_sum(F16 a) {
+// Adds halves: lane i to lane i + 8, then i + 4, and so on.
+inline float lane_sum(F32x16 a) {
   const __m256 m = _mm256_add_ps(a.lo, a.hi);
   __m128 n = _mm_add_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
   n = _mm_add_ps(n, _mm_movehl_ps(n, n));
   return _mm_cvtss_f32(_mm_add_ss(n, _mm_movehdup_ps(n)));
 }
-inline F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline F32x16 to_float(I32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 
-// x = whole + f, and p · 2^whole where x is at least -126, else 0. The whole part stays in the
-// low bits of a float of 1.5 · 2^23, from where a shift makes it an exponent.
+// split: x = whole + f. raise: p · 2^whole where x is at least -126, else 0. `whole` is kept in the
+// low bits of a float near 1.5 · 2^23, from where a shift moves it to the exponent.
 constexpr bool kSplitFloors = false;
-inline F16 split(F16 x, F16* whole) {
-  const F16 magic = all(12582912.0f);
-  const F16 y = max(all(-126.0f), x);
+inline F32x16 split(F32x16 x, F32x16* whole) {
+  const F32x16 magic = broadcast(12582912.0f);
+  const F32x16 y = max(broadcast(-126.0f), x);
   *whole = y + magic;
   return y - (*whole - magic);
 }
@@ -117,7 +122,7 @@ inline __m256 raise(__m256 p, __m256 whole, __m256 x) {
   return _mm256_and_ps(raised, _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ));
 }
 template <bool kExactZero>
-inline F16 raise(F16 p, F16 whole, F16 x) {
+inline F32x16 raise(F32x16 p, F32x16 whole, F32x16 x) {
   return {raise<kExactZero>(p.lo, whole.lo, x.lo), raise<kExactZero>(p.hi, whole.hi, x.hi)};
 }
 
@@ -125,21 +130,21 @@ inline __m256 widen_bf16(const uint16_t* p) {
   const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
-inline F16 load_bf16(const void* p) {
+inline F32x16 load_bf16(const void* p) {
   return {widen_bf16(static_cast<const uint16_t*>(p)),
           widen_bf16(static_cast<const uint16_t*>(p) + 8)};
 }
-inline F16 load_f16(const void* p) {
+inline F32x16 load_f16(const void* p) {
   const __m128i* h = static_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
 }
-inline F16 load_i8(const int8_t* p) {
+inline F32x16 load_i8(const int8_t* p) {
   const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),
           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)))};
 }
-// Whole numbers in -128 … 127.
-inline void store_i8(int8_t* p, F16 a) {
+// Integers in -128 … 127.
+inline void store_i8(int8_t* p, F32x16 a) {
   const __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
   const __m256i ordered = _mm256_permute4x64_epi64(w, 0xd8);
   _mm_storeu_si128(
@@ -154,12 +159,12 @@ inline __m256i round_bf16(__m256 x) {
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), nan);
 }
-inline void store_bf16(void* p, F16 a) {
+inline void store_bf16(void* p, F32x16 a) {
   const __m256i w = _mm256_packus_epi32(_mm256_srli_epi32(round_bf16(a.lo), 16),
                                         _mm256_srli_epi32(round_bf16(a.hi), 16));
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(w, 0xd8));
 }
-inline void store_f16(void* p, F16 a) {
+inline void store_f16(void* p, F32x16 a) {
   __m128i* h = static_cast<__m128i*>(p);
   _mm_storeu_si128(h, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(h + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
@@ -171,24 +176,24 @@ inline void widen_i8(const int8_t* p, void* out) {
   _mm256_storeu_si256(static_cast<__m256i*>(out), _mm256_cvtepi8_epi16(b));
 }
 
-// Two 16-bit halves of a word: [low, high] as bf16, and as whole numbers, of floats or of bytes.
-inline I16 pair_bf16(F16 low, F16 high) {
+// Two 16-bit halves of a word, [low, high]: bf16, or integers from floats or from bytes.
+inline I32x16 pair_bf16(F32x16 low, F32x16 high) {
   return {_mm256_blend_epi16(_mm256_srli_epi32(round_bf16(low.lo), 16), round_bf16(high.lo), 0xaa),
           _mm256_blend_epi16(_mm256_srli_epi32(round_bf16(low.hi), 16), round_bf16(high.hi), 0xaa)};
 }
-inline I16 pair_i16(F16 low, F16 high) {
+inline I32x16 pair_i16(F32x16 low, F32x16 high) {
   return {_mm256_blend_epi16(_mm256_cvtps_epi32(low.lo),
                              _mm256_slli_epi32(_mm256_cvtps_epi32(high.lo), 16), 0xaa),
           _mm256_blend_epi16(_mm256_cvtps_epi32(low.hi),
                              _mm256_slli_epi32(_mm256_cvtps_epi32(high.hi), 16), 0xaa)};
 }
-inline I16 pair_codes(const int8_t* low, const int8_t* high) {
+inline I32x16 pair_codes(const int8_t* low, const int8_t* high) {
   const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low));
   const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(high));
   return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)),
           _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b))};
 }
-// Four bytes of a word, whole numbers in 0 … 255.
+// Four bytes of a word, integers in 0 … 255.
 inline __m256i quad_u8(__m256 a, __m256 b, __m256 c, __m256 d) {
   const __m256i low =
       _mm256_or_si256(_mm256_cvtps_epi32(a), _mm256_slli_epi32(_mm256_cvtps_epi32(b), 8));
@@ -196,11 +201,11 @@ inline __m256i quad_u8(__m256 a, __m256 b, __m256 c, __m256 d) {
                                        _mm256_slli_epi32(_mm256_cvtps_epi32(d), 24));
   return _mm256_or_si256(low, high);
 }
-inline I16 quad_u8(F16 a, F16 b, F16 c, F16 d) {
+inline I32x16 quad_u8(F32x16 a, F32x16 b, F32x16 c, F32x16 d) {
   return {quad_u8(a.lo, b.lo, c.lo, d.lo), quad_u8(a.hi, b.hi, c.hi, d.hi)};
 }
 
-// 16 x 16 words turned over; strides in words.
+// Transposes 16 x 16 words; strides in words.
 inline void transpose(const float* in, int64_t in_row, float* out, int64_t out_row) {
   for (int r = 0; r < 16; r += 4)
     for (int c = 0; c < 16; c += 4) {
@@ -216,7 +221,7 @@ inline void transpose(const float* in, int64_t in_row, float* out, int64_t out_r
     }
 }
 
-// 4 rows and 4 steps turned over, packed.
+// Transposes 4 rows of 4 steps into a packed panel.
 inline void transpose_panel(const float* in, int64_t in_row, float* out) {
   __m128 a = _mm_loadu_ps(in), b = _mm_loadu_ps(in + in_row);
   __m128 c = _mm_loadu_ps(in + 2 * in_row), d = _mm_loadu_ps(in + 3 * in_row);
@@ -226,21 +231,21 @@ inline void transpose_panel(const float* in, int64_t in_row, float* out) {
   _mm_storeu_ps(out + 8, c);
   _mm_storeu_ps(out + 12, d);
 }
-// 16 words to the panels they belong to, `apart` words from each other.
-inline void store_panels(float* out, int64_t apart, I16 a) {
+// Stores 16 words to the panels they belong to, `pitch` words from each other.
+inline void store_panels(float* out, int64_t pitch, I32x16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(a.lo));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + apart), _mm256_extracti128_si256(a.lo, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * apart), _mm256_castsi256_si128(a.hi));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 3 * apart), _mm256_extracti128_si256(a.hi, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + pitch), _mm256_extracti128_si256(a.lo, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * pitch), _mm256_castsi256_si128(a.hi));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 3 * pitch), _mm256_extracti128_si256(a.hi, 1));
 }
-inline I16 as_words(F16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+inline I32x16 as_words(F32x16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 
-// acc + word(a) ⊗ b, the word being one number, or two of 16 bits.
-inline F16 mad_f32(F16 acc, const char* a, F16 b) {
+// acc + word(a) ⊗ b; a word is one number, or two of 16 bits.
+inline F32x16 mad_f32(F32x16 acc, const char* a, F32x16 b) {
   const __m256 x = _mm256_broadcast_ss(reinterpret_cast<const float*>(a));
   return {_mm256_fmadd_ps(x, b.lo, acc.lo), _mm256_fmadd_ps(x, b.hi, acc.hi)};
 }
-inline I16 mad_i16(I16 acc, const char* a, I16 b) {
+inline I32x16 mad_i16(I32x16 acc, const char* a, I32x16 b) {
   const __m256i x = _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(a)));
   return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(x, b.lo)),
           _mm256_add_epi32(acc.hi, _mm256_madd_epi16(x, b.hi))};

@@ -1,11 +1,11 @@
-// 2^x from the words `split` and `raise` of an instruction set.
+// 2^x from `split` and `raise` of an instruction set.
 #pragma once
 
 namespace sparge {
 namespace {
 
 // Minimax coefficients of 2^f, relative error 2.6e-6 (degree 4) and 2e-9 (degree 6), for f in
-// [-1/2, 1/2] where whole parts are rounded, and in [0, 1] where they are floored.
+// [-1/2, 1/2] if `split` rounds, and in [0, 1] if it floors.
 template <int kDegree, bool kFloored>
 struct Exp2Terms;
 template <>
@@ -35,16 +35,15 @@ struct Exp2Terms<6, true> {
                                 0.0002170225545f};
 };
 
-// 2^x for x up to 127, NaN for NaN; below 2^-126 exactly 0, or where that is dearer and whoever
-// reads it rounds it away, something no larger than 2^-125.
-// `kTimes` is a factor, for nothing: it is in the coefficients.
+// 2^x for x up to 127, NaN for NaN. Below 2^-126 exactly 0; without kExactZero, which is faster, at
+// most 2^-125. `kTimes` is a factor folded into the coefficients.
 template <int kDegree, bool kExactZero = true, int kTimes = 1>
-inline F16 exp2(F16 x) {
+inline F32x16 exp2(F32x16 x) {
   using Terms = Exp2Terms<kDegree, kSplitFloors>;
-  F16 whole;
-  const F16 f = split(x, &whole);
-  F16 p = all(Terms::c[kDegree] * kTimes);
-  for (int k = kDegree - 1; k >= 0; --k) p = fma(p, f, all(Terms::c[k] * kTimes));
+  F32x16 whole;
+  const F32x16 f = split(x, &whole);
+  F32x16 p = broadcast(Terms::c[kDegree] * kTimes);
+  for (int k = kDegree - 1; k >= 0; --k) p = fma(p, f, broadcast(Terms::c[k] * kTimes));
   return raise<kExactZero>(p, whole, x);
 }
 

@@ -1,4 +1,4 @@
-// 16-bit numbers one at a time.
+// Scalar conversions of bf16 and fp16.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,6 @@
-// The words of the tile unit: eight registers of 16 rows x 64 bytes. C += A · B, where a word of
-// A's row m and step s meets the 16 lanes of B's row s: the product of product.h, 16 rows at once.
-// Without the unit the same words in plain code, so that the tile walk is tested on any machine.
+// Operations of the tile unit: eight registers of 16 rows x 64 bytes. C += A · B is the product of
+// product.h for 16 rows of A at once. SPARGE_TILES_IN_PLAIN_CODE replaces the unit by a scalar
+// emulation, so that its schedule can be tested on any machine.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +21,12 @@ static_assert(sizeof(TileConfig) == 64, "the unit reads 64 bytes");
 
 #ifndef SPARGE_TILES_IN_PLAIN_CODE
 
-// In memory for good: gcc believes that loading a configuration reads its first 8 bytes alone.
+// Static storage: gcc assumes that loading a configuration reads only its first 8 bytes.
 static const sparge::TileConfig kTileConfig;
 #define TILE_BEGIN() _tile_loadconfig(&kTileConfig)
 #define TILE_END() _tile_release()
 #define TILE_ZERO(t) _tile_zero(t)
-// gcc does not know that a tile load reads memory: what was stored before must be there.
+// gcc does not know that a tile load reads memory; the barrier completes earlier stores.
 #define TILE_LOAD(t, p, stride)        \
   do {                                 \
     __asm__ volatile("" ::: "memory"); \

@@ -1,14 +1,18 @@
-"""Our nouns as the native core takes them."""
+"""Call metadata and tensors as arguments of `torch.ops.sparge_cpu`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...call import Call
 from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...qtensor import QTensor
+from ...qtensor import Operands, QTensor
+from ...recipe import heads_of
 from ...tokenmask import TokenMask
-from . import library as native
+from . import library
 
 
 def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
@@ -18,9 +22,29 @@ def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
     return x, None, 1
 
 
+def scored_parts(operands: Operands) -> tuple[Any, ...]:
+    """`query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale`."""
+    q, *q_scale = parts_of(operands.query)
+    k, *k_scale = parts_of(operands.key)
+    return q, k, *q_scale, *k_scale
+
+
+def min_similarity(call: Call) -> Tensor | None:
+    """Of each query head; None without a judge, and for `KeepAll`, which judges nothing."""
+    least = call.recipe.min_similarity
+    if least is None or not call.predicts:
+        return None
+    return torch.tensor(heads_of(least, call.Hq, none=-1.0))
+
+
+def token_parts(tokens: TokenMask) -> tuple[Tensor | None, Tensor | None, bool, int]:
+    """`mask, kinds, is_causal, offset`."""
+    return tokens.attn_mask, kinds_of(tokens), tokens.is_causal, tokens.offset
+
+
 def kinds_of(tokens: TokenMask) -> Tensor | None:
-    """Kinds of blocks under a mask of the caller's, found once for all stages of a call; without
-    a mask the kernels read them off the diagonal."""
+    """Kinds of blocks under the caller's mask, computed once for all stages of a call; None without
+    a mask, where the kernels derive them from the diagonal."""
     mask = tokens.attn_mask
     if mask is None:
         return None
@@ -29,6 +53,6 @@ def kinds_of(tokens: TokenMask) -> Tensor | None:
         n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
         known = mask.new_empty((*mask.shape[:2], n_q, n_k), dtype=torch.int8)
         facts = (tokens.Lq, tokens.Lk, tokens.is_causal, tokens.offset)
-        native.ops().block_kinds(mask, *facts, known, native.isa_number())
+        library.ops().block_kinds(mask, *facts, known, library.isa_number())
         object.__setattr__(tokens, "_kinds", known)
     return known

@@ -1,8 +1,8 @@
-"""The native library: whether it is there, and which instruction set runs.
+"""Loads the native library and selects its instruction set.
 
-`SPARGE_ISA` forces one by name. `tiles` is what `amx` does, in plain code: it lets the tile walk
-be tested on any machine, and is never chosen by itself. `SPARGE_LIBRARY` names another build of
-the library, such as the one of `make sanitize`.
+`SPARGE_ISA` forces an instruction set by name. `tiles` is the AMX schedule over a scalar emulation
+of the tile unit; it is for tests and never selected by default. `SPARGE_LIBRARY` is the path of
+another build of the library, such as the one of `make sanitize`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 
 ENV_ISA = "SPARGE_ISA"
 ENV_LIBRARY = "SPARGE_LIBRARY"
-# As csrc/isa.cpp numbers them, best first.
+# Best first; the positions are the numbers of csrc/isa.cpp.
 ISAS = ("amx", "avx512", "avx2", "portable", "tiles")
 FOR_TESTS = ("tiles",)
 
 
 def library() -> str | None:
-    """The file of the native library, wherever the package was installed; None without one."""
+    """Path of the native library; None if there is none."""
     spec = importlib.util.find_spec("sparge._cpu")
     return os.environ.get(ENV_LIBRARY) or (spec.origin if spec else None)
 
 
 @lru_cache(maxsize=1)
 def _found() -> tuple[Any, str | None]:
-    """`(ops, None)`, or `(None, why there are none)`."""
+    """`(ops, None)`, or `(None, reason)`."""
     path = library()
     if not path:
         return None, "the native library was not built for this platform"
@@ -41,17 +41,18 @@ def _found() -> tuple[Any, str | None]:
 
 
 def why_missing() -> str | None:
+    """The reason why the native core cannot be used; None if it can."""
     return _found()[1]
 
 
 def ops() -> Any:
-    """`torch.ops.sparge_cpu`; only where `why_missing()` is None."""
+    """`torch.ops.sparge_cpu`; valid only if `why_missing()` is None."""
     return _found()[0]
 
 
 @lru_cache(maxsize=1)
 def available() -> tuple[str, ...]:
-    """Instruction sets of this machine, best first, with those for tests last."""
+    """Instruction sets of this machine, best first, those for tests last."""
     if why_missing() is not None:
         return ()
     bits = int(ops().available_isas())
@@ -59,7 +60,7 @@ def available() -> tuple[str, ...]:
 
 
 def chosen_isa(there: tuple[str, ...]) -> str:
-    """The instruction set that runs: the one asked for by name, or the best of those there."""
+    """The instruction set to run: the one named by `SPARGE_ISA`, or the best of `there`."""
     asked = os.environ.get(ENV_ISA)
     if not asked:
         return there[0]

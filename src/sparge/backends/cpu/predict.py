@@ -1,4 +1,4 @@
-"""The mass map in the native core; interim: `select` predicts and selects in one op."""
+"""The mass map, by csrc/predict.h."""
 
 from __future__ import annotations
 
@@ -6,9 +6,29 @@ import torch
 from torch import Tensor
 
 from ...call import Call
+from ...recipe import PRECISIONS, PREDICTORS
 from ...stages import Prepared
 from ...tokenmask import TokenMask
+from . import library
+from .arguments import min_similarity, scored_parts, token_parts
 
 
 def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
-    return torch.empty(0)
+    """0 where no pair may attend; NaN in every other block of a row that is not known."""
+    found, recipe = prepared.statistics, call.recipe
+    mass = torch.empty((call.B, call.Hq, call.n_q, call.n_k), dtype=torch.float32)
+    library.ops().predict(
+        *scored_parts(prepared.operands),
+        PRECISIONS.index(recipe.precision),
+        call.scale,
+        found.q_pooled,
+        found.k_pooled,
+        found.k_similarity,
+        min_similarity(call),
+        *token_parts(tokens),
+        PREDICTORS.index(recipe.predictor),
+        recipe.sample_rows,
+        mass,
+        library.isa_number(),
+    )
+    return mass

@@ -1,136 +1,99 @@
-"""Prediction and selection in the native core (csrc/plan.h, select.h and check.h)."""
+"""The kept blocks of a mass map, by csrc/select.h and budget.h."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ...blockplan import BlockPlan, plan_from_lists
 from ...call import Call
-from ...qtensor import Operands
-from ...recipe import PRECISIONS, PREDICTORS, KeepError, KeepFraction, KeepMass, Recipe, heads_of
-from ...stages import Prepared, Statistics
+from ...recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, heads_of
+from ...stages import Prepared
 from ...tokenmask import TokenMask
 from ..budget import checked_rows, masses_of, take_step
 from ..forced import forced_blocks
-from . import library as native
-from .arguments import kinds_of, parts_of
+from . import library
+from .arguments import min_similarity, scored_parts, token_parts
 
 ALL, MASS, FRACTION = 0, 1, 2
+SMALL = 2**14
+"""Maps of up to this many blocks cache their forced blocks, which take 60 µs to compute."""
+_cached_forced = lru_cache(maxsize=64)(forced_blocks)
 
 
 def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMask) -> BlockPlan:
-    q = parts_of(prepared.operands.query)[0]
-    counts = q.new_empty((call.B, call.Hq, call.n_q), dtype=torch.int32)
-    indices = q.new_empty((call.B, call.Hq, call.n_q, call.n_k), dtype=torch.int32)
-    allowed = torch.empty_like(counts)
-    error = None
-    operands, statistics = prepared.operands, prepared.statistics
+    counts = torch.empty((call.B, call.Hq, call.n_q), dtype=torch.int32)
+    indices = counts.new_empty((*counts.shape, call.n_k))
+    lists = counts, indices, torch.empty_like(counts)
     if isinstance(call.recipe.keep, KeepError):
-        assert prepared.value is not None
-        args = (statistics, tokens, call.scale, call.recipe)
-        error = _plan_by_error(operands, prepared.value, *args, counts, indices, allowed)
-    else:
-        _plan(operands, statistics, tokens, call.scale, call.recipe, counts, indices, allowed)
-    return plan_from_lists(counts, indices, allowed, tokens, error=error)
-
-
-def _plan(
-    operands: Operands,
-    statistics: Statistics,
-    tokens: TokenMask,
-    scale: float,
-    recipe: Recipe,
-    counts: Tensor,
-    indices: Tensor,
-    allowed: Tensor,
-) -> None:
-    q, k, scales = _scored(operands)
-    keep, amount = _amount(recipe, q.shape[1])
-    least = recipe.min_similarity
-    judge = None if least is None else torch.tensor(heads_of(least, q.shape[1], none=-1.0))
-    native.ops().plan(
-        q,
-        k,
-        *scales,
-        statistics.q_pooled,
-        statistics.k_pooled,
-        statistics.q_similarity,
-        statistics.k_similarity,
-        judge,
-        torch.tensor(amount, dtype=torch.float64),
-        *_where(tokens, recipe, q.device),
-        PREDICTORS.index(recipe.predictor),
-        keep,
-        PRECISIONS.index(recipe.precision),
-        scale,
-        recipe.sample_rows,
-        counts,
-        indices,
-        allowed,
-        native.isa_number(),
+        assert mass is not None
+        error = _select_by_error(call, prepared, mass, tokens, lists)
+        return plan_from_lists(*lists, tokens, error=error)
+    found = prepared.statistics
+    library.ops().select(
+        mass,
+        *_amount(call),
+        found.q_similarity,
+        found.k_similarity,
+        min_similarity(call),
+        _forced(call, tokens),
+        *token_parts(tokens),
+        call.Lq,
+        call.Lk,
+        *lists,
+        library.isa_number(),
     )
+    return plan_from_lists(*lists, tokens, error=None)
 
 
-def _plan_by_error(
-    operands: Operands,
-    value: Tensor,
-    statistics: Statistics,
+def _select_by_error(
+    call: Call,
+    prepared: Prepared,
+    mass: Tensor,
     tokens: TokenMask,
-    scale: float,
-    recipe: Recipe,
-    counts: Tensor,
-    indices: Tensor,
-    allowed: Tensor,
+    lists: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Every step measured in one pass, then the lists of the one that each head takes."""
-    q, k, scales = _scored(operands)
-    assert isinstance(recipe.keep, KeepError)
-    masses = torch.tensor(masses_of(recipe.keep, q.shape[1]), dtype=torch.float64)
-    whole = q.new_empty(q.shape[:2], dtype=torch.float64)
-    wrong = q.new_empty((*q.shape[:2], masses.shape[1]), dtype=torch.float64)
-    native.ops().plan_steps(
-        q,
-        k,
-        value,
-        *scales,
-        statistics.q_pooled,
-        statistics.k_pooled,
+    """Measures every step in one pass, then writes the lists of the step that each head takes."""
+    assert isinstance(call.recipe.keep, KeepError)
+    counts, indices, allowed = lists
+    masses = torch.tensor(masses_of(call.recipe.keep, call.Hq), dtype=torch.float64)
+    wrong = masses.new_empty((call.B, *masses.shape))
+    whole = masses.new_empty((call.B, call.Hq))
+    library.ops().select_steps(
+        mass,
         masses,
-        torch.tensor(checked_rows(tokens.Lq, recipe.sample_rows)),
-        *_where(tokens, recipe, q.device),
-        PRECISIONS.index(recipe.precision),
-        scale,
-        recipe.sample_rows,
+        *scored_parts(prepared.operands),
+        PRECISIONS.index(call.recipe.precision),
+        call.scale,
+        prepared.value,
+        torch.tensor(checked_rows(call.Lq, call.recipe.sample_rows)),
+        _forced(call, tokens),
+        *token_parts(tokens),
         wrong,
         whole,
         indices,
         allowed,
-        native.isa_number(),
+        library.isa_number(),
     )
-    step, error = take_step(wrong, whole, recipe.keep)
-    native.ops().take_steps(step, counts, indices, native.isa_number())
+    step, error = take_step(wrong, whole, call.recipe.keep)
+    library.ops().take_steps(step, counts, indices, library.isa_number())
     return error
 
 
-def _scored(operands: Operands) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """What rows are scored with: codes or tensors of q and k, and the scales of both."""
-    q, *q_scale = parts_of(operands.query)
-    k, *k_scale = parts_of(operands.key)
-    return q, k, (*q_scale, *k_scale)
+def _forced(call: Call, tokens: TokenMask) -> Tensor:
+    """The forced blocks; they follow from lengths and recipe."""
+    find = _cached_forced if call.n_q * call.n_k <= SMALL else forced_blocks
+    return find(replace(tokens, attn_mask=None), call.recipe, torch.device("cpu"))
 
 
-def _where(tokens: TokenMask, recipe: Recipe, device: torch.device) -> tuple[Any, ...]:
-    """Which blocks must be kept, and which pairs may attend."""
-    forced = forced_blocks(tokens, recipe, device).to(torch.int8)
-    return forced, tokens.attn_mask, kinds_of(tokens), tokens.is_causal, tokens.offset
-
-
-def _amount(recipe: Recipe, Hq: int) -> tuple[int, list[float]]:
-    if isinstance(recipe.keep, KeepMass):
-        return MASS, heads_of(recipe.keep.mass, Hq, none=1.0)
-    if isinstance(recipe.keep, KeepFraction):
-        return FRACTION, heads_of(recipe.keep.fraction, Hq, none=1.0)
-    return ALL, [1.0] * Hq
+def _amount(call: Call) -> tuple[int, Tensor]:
+    """The rule's number, and its amount for each query head."""
+    rule, amounts = ALL, [1.0] * call.Hq
+    if isinstance(call.recipe.keep, KeepMass):
+        rule, amounts = MASS, heads_of(call.recipe.keep.mass, call.Hq, none=1.0)
+    elif isinstance(call.recipe.keep, KeepFraction):
+        rule, amounts = FRACTION, heads_of(call.recipe.keep.fraction, call.Hq, none=1.0)
+    return rule, torch.tensor(amounts, dtype=torch.float64)

@@ -1,4 +1,4 @@
-// Of every block of a row: may no pair attend, some, or all without a bias.
+// The kind of every block of a row: no pair may attend, some may, or all may without a bias.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ inline void kinds_of_row(const TokenMask& t, int64_t b, int64_t h, int64_t i_q, 
   for (int64_t i_k = 0; i_k * kBlockK < Lk; ++i_k) {
     const int64_t start = i_k * kBlockK, stop = std::min(start + kBlockK, Lk);
     bool some = false, every = true;
-    // Once it is mixed it stays so.
+    // Stop at the first sign that it is mixed.
     for (int64_t q = first; q < last && !(some && !every); ++q) {
       const int64_t end = t.is_causal ? std::min(stop, q + t.offset + 1) : stop;
       every &= end == stop;

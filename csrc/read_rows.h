@@ -49,14 +49,14 @@ inline int64_t bytes_of(Dtype dtype) {
 }
 
 template <Dtype kType>
-inline F16 read_lanes(const char* p) {
+inline F32x16 read_lanes(const char* p) {
   if constexpr (kType == Dtype::f32) return load(reinterpret_cast<const float*>(p));
   if constexpr (kType == Dtype::bf16) return load_bf16(p);
   if constexpr (kType == Dtype::f16) return load_f16(p);
   if constexpr (kType == Dtype::i8) return load_i8(reinterpret_cast<const int8_t*>(p));
 }
 
-// f<type>(): the choice is made once, outside of the loops.
+// Calls f with the dtype as a constant, so that the choice is outside of the loops.
 template <class F>
 inline void with_dtype(Dtype dtype, F f) {
   switch (dtype) {
@@ -71,12 +71,12 @@ inline void with_dtype(Dtype dtype, F f) {
   }
 }
 
-inline bool lies_together(const Rows& x) { return x.stride_d == bytes_of(x.dtype); }
+inline bool has_dense_rows(const Rows& x) { return x.stride_d == bytes_of(x.dtype); }
 
-// n numbers of a row; `out` has room for a multiple of 16, and what is behind n becomes 0.
+// n numbers of a row; `out` has room for a multiple of 16, zeros after n.
 inline void read_row(const Rows& x, const char* row, int64_t n, float* out) {
   int64_t i = 0;
-  if (lies_together(x))
+  if (has_dense_rows(x))
     with_dtype(x.dtype, [&](auto type) {
       for (; i + kLanes <= n; i += kLanes) store(out + i, read_lanes<type()>(row + i * x.stride_d));
     });
@@ -89,7 +89,7 @@ inline void write_row(char* out, Dtype dtype, int64_t n, const float* x) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     char* p = out + i * bytes_of(dtype);
-    const F16 lanes = load(x + i);
+    const F32x16 lanes = load(x + i);
     if (dtype == Dtype::f32)
       store(reinterpret_cast<float*>(p), lanes);
     else if (dtype == Dtype::bf16)
@@ -100,14 +100,13 @@ inline void write_row(char* out, Dtype dtype, int64_t n, const float* x) {
   for (; i < n; ++i) write_one(out + i * bytes_of(dtype), dtype, x[i]);
 }
 
-// What the 16-bit precisions compute with: fp32 rounded to bf16, its largest numbers to the
-// largest of bf16.
-inline F16 half_of(F16 x) {
+// fp32 rounded to bf16, as the 16-bit precisions use it; finite numbers stay finite.
+inline F32x16 half_of(F32x16 x) {
   constexpr float most = 3.3895313892515355e38f;
-  const F16 lowered = max(all(-most), min(all(most), x));
-  // min and max give their second operand for NaN; infinities stay what they are.
-  const Lanes infinite = at_least(abs(x), all(INFINITY));
-  const F16 bounded = select(infinite, x, lowered);
+  const F32x16 lowered = max(broadcast(-most), min(broadcast(most), x));
+  // min and max return their second operand for NaN; infinities are kept.
+  const Lanes infinite = at_least(abs(x), broadcast(INFINITY));
+  const F32x16 bounded = select(infinite, x, lowered);
   alignas(64) uint16_t half[kLanes];
   store_bf16(half, bounded);
   return load_bf16(half);

@@ -1,5 +1,5 @@
-// What attend must know of K and V before it begins, block by block: whether all is finite, the
-// largest value, sums of key codes; and V transposed for the tile unit.
+// Facts about K and V that attend needs before it starts, one key block at a time: whether all of
+// it is finite, the largest |v|, sums of key codes; and V transposed for the tile unit.
 #pragma once
 
 #include "operands.h"
@@ -18,23 +18,23 @@ constexpr Product kScoresHalf = kTiles      ? Product::tile_bf16
 constexpr Product kOutHalf = kScoresHalf;
 constexpr Product kOutFast = kTiles ? Product::tile_u8 : kHasBytes ? Product::u8i8 : Product::i16;
 
-// fp16 keeps its digits: products of bf16 would lose three of them.
+// fp16 is computed in fp32: bf16 products would lose three bits.
 inline bool half_in_f32(const AttendArgs& a) {
   return a.precision == Precision::half && a.value.dtype == Dtype::f16;
 }
 
-bool wants_code_sums(const AttendArgs& a) {
+bool needs_code_sums(const AttendArgs& a) {
   return kScoresInt8 == Product::u8i8 && a.key.dtype == Dtype::i8;
 }
 
-// Bytes of one key block of transposed V; 0 where V is read as it lies.
+// Bytes of one key block of transposed V; 0 where V is read in place.
 int64_t v_tile_bytes(const AttendArgs& a) {
   if (!kTiles || a.precision == Precision::exact || half_in_f32(a)) return 0;
   const int64_t width = round_up(a.shape.Dv, 2 * kLanes);
   return width * kBlockK * (a.precision == Precision::int8_fast ? 1 : 2);
 }
 
-void look_at_block(const AttendArgs& a, int64_t task, uint8_t* finite, float* largest,
+void find_kv_facts(const AttendArgs& a, int64_t task, uint8_t* finite, float* largest,
                    int32_t* code_sums) {
   const Shape& s = a.shape;
   const int64_t n = s.n_k(), bh = task / n, b = bh / s.Hk, h = bh % s.Hk,
@@ -62,7 +62,7 @@ void look_at_block(const AttendArgs& a, int64_t task, uint8_t* finite, float* la
   }
   if (a.v_scale)
     for (int64_t d = 0; d < s.Dv; ++d) {
-      // A little more than the codes reach, for their rounding.
+      // A little above 127 scales, for rounding.
       const float scale = a.v_scale[task * s.Dv + d];
       const double x = double(scale) * 127.0001;
       if (!(scale < INFINITY))
@@ -75,7 +75,7 @@ void look_at_block(const AttendArgs& a, int64_t task, uint8_t* finite, float* la
 }
 
 // [width][64 keys] of one block, bf16 or codes.
-void tile_value(const AttendArgs& a, int64_t task, char* v_tiles) {
+void transpose_value(const AttendArgs& a, int64_t task, char* v_tiles) {
   if constexpr (kTiles) {
     const Shape& s = a.shape;
     const int64_t n = s.n_k(), bh = task / n, b = bh / s.Hk, h = bh % s.Hk;
@@ -84,11 +84,11 @@ void tile_value(const AttendArgs& a, int64_t task, char* v_tiles) {
     const bool bytes = a.precision == Precision::int8_fast;
     const int per = bytes ? 4 : 2;
     const bool half = rounds_to_half(a.precision, a.value.dtype);
-    const F16 factor = all(a.v_factor[bh]);
+    const F32x16 factor = broadcast(a.v_factor[bh]);
     char* out = v_tiles + task * a.v_tiles_block;
     alignas(64) float rows[4][kMaxDim];
     alignas(64) int32_t words[kLanes * kMaxDim];
-    // 16 words of keys at a time: interleave the rows of a word, then turn 16 x 16 over.
+    // 16 words of keys at a time: interleave the rows of a word, then transpose 16 x 16.
     for (int64_t first = 0; first < kBlockK; first += kLanes * per) {
       for (int w = 0; w < kLanes; ++w) {
         for (int i = 0; i < per; ++i) {
@@ -97,11 +97,11 @@ void tile_value(const AttendArgs& a, int64_t task, char* v_tiles) {
           if (l < stop) read_row(a.value, a.value.row(b, h, l), s.Dv, rows[i]);
         }
         for (int64_t d = 0; d < width; d += kLanes) {
-          F16 r[4];
+          F32x16 r[4];
           for (int i = 0; i < per; ++i) {
             r[i] = load(rows[i] + d);
             if (bytes)
-              r[i] = select(less(r[i], zero()), r[i] + all(256.0f), r[i]);
+              r[i] = select(less(r[i], zero()), r[i] + broadcast(256.0f), r[i]);
             else
               r[i] = (half ? half_of(r[i]) : r[i]) * factor;
           }

@@ -1,0 +1,182 @@
+// torch.ops.sparge_cpu.{attend, backward}.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "tasks.h"
+#include "tensors.h"
+
+namespace sparge {
+namespace {
+
+// Query blocks with long lists first; heads that share keys stay together.
+std::vector<int64_t> long_lists_first(const int32_t* counts, int64_t n) {
+  std::vector<int64_t> order(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) order[size_t(i)] = i;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t x, int64_t y) { return counts[x] > counts[y]; });
+  return order;
+}
+
+// The power of two that V is multiplied by: 1, unless sums of the largest |v| would overflow, or
+// all of V is so small that products which flush subnormal numbers would lose it.
+float factor_for(float largest, int64_t Lk) {
+  const float room = std::ldexp(1.0f, 126 - 6 - int(std::ceil(std::log2(double(Lk)))));
+  if (largest >= room) return std::ldexp(1.0f, -8 - int(std::ceil(std::log2(double(Lk)))));
+  if (largest > 0.0f && largest < 0x1p-64f) return 0x1p63f;
+  return 1.0f;
+}
+
+// The value has the dtype of its precision; query and key are checked already.
+void check_value(const AttendArgs& a) {
+  const bool fast = a.precision == Precision::int8_fast;
+  if ((a.value.dtype == Dtype::i8) != fast)
+    refuse("value must be ", fast ? "int8 codes" : "float32, bfloat16 or float16", " in precision ",
+           int(a.precision));
+  if ((a.v_scale != nullptr) != fast)
+    refuse(fast ? "v_scale is needed with int8 values"
+                : "v_scale must be None without int8 values");
+  if (a.key.dtype != Dtype::i8 && a.value.dtype != a.key.dtype)
+    refuse("value must have the dtype of key");
+}
+
+void attend(const Tensor& query, const Tensor& key, const Tensor& value, MaybeTensor q_scale,
+            int64_t q_rows_per_scale, MaybeTensor k_scale, int64_t k_rows_per_scale,
+            MaybeTensor v_scale, MaybeTensor lse_shift, MaybeTensor pv_skip, const Tensor& counts,
+            const Tensor& indices, MaybeTensor mask, MaybeTensor kinds, bool is_causal,
+            int64_t offset, int64_t precision, double softmax_scale, Tensor out, Tensor lse,
+            Tensor pv_skips, int64_t isa) {
+  const Kernels& k = kernels_of(isa);
+  Arguments arguments;
+  AttendArgs a{};
+  a.shape = arguments.shape(query, key, &value);
+  const Shape& s = a.shape;
+  arguments.scored(&a, query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale, precision,
+                   softmax_scale);
+  a.value = arguments.rows("value", value, {s.B, s.Hk, s.Lk, s.Dv});
+  a.v_scale = arguments.read<float>("v_scale", v_scale, {s.B, s.Hk, s.n_k(), s.Dv});
+  check_value(a);
+  a.tokens = tokens_of(k, &arguments, mask, kinds, is_causal, offset, s);
+  a.lse_shift = arguments.read<float>("lse_shift", lse_shift, {s.B, s.Hq, s.Lq});
+  a.pv_skip = arguments.read<float>("pv_skip", pv_skip, {s.Hq});
+  a.counts = arguments.read<int32_t>("counts", counts, {s.B, s.Hq, s.n_q()});
+  a.indices = arguments.read<int32_t>("indices", indices, {s.B, s.Hq, s.n_q(), s.n_k()});
+  a.out = arguments.write_floats("out", out, {s.B, s.Hq, s.Lq, s.Dv}, &a.out_dtype);
+  a.lse = arguments.write<float>("lse", lse, {s.B, s.Hq, s.Lq});
+  a.pv_skips = arguments.write<int32_t>("pv_skips", pv_skips, {s.B, s.Hq, s.n_q()});
+  const int64_t n = s.B * s.Hq * s.n_q();
+  check_lists(k, a.counts, a.indices, n, s.n_k());
+
+  const int64_t heads = s.B * s.Hk, blocks = heads * s.n_k();
+  std::vector<uint8_t> finite(static_cast<size_t>(blocks));
+  std::vector<float> block_largest(static_cast<size_t>(blocks)),
+      largest(static_cast<size_t>(heads)), factor(static_cast<size_t>(heads));
+  std::vector<int32_t> sums(k.needs_code_sums(a) ? size_t(heads * s.Lk) : 0);
+  int32_t* code_sums = sums.empty() ? nullptr : sums.data();
+  run_tasks(k, blocks, 64, nullptr, [&](int64_t task, char*) {
+    k.find_kv_facts(a, task, finite.data(), block_largest.data(), code_sums);
+  });
+  const double most = a.out_dtype == Dtype::f16    ? 65504.0
+                      : a.out_dtype == Dtype::bf16 ? 3.3895313892515355e38
+                                                   : 3.4028234663852886e38;
+  for (int64_t i = 0; i < heads; ++i) {
+    float x = 0.0f;
+    for (int64_t j = 0; j < s.n_k(); ++j) x = std::max(x, block_largest[size_t(i * s.n_k() + j)]);
+    factor[size_t(i)] = factor_for(x, s.Lk);
+    largest[size_t(i)] = float(std::min(double(x), most));
+  }
+  a.finite = finite.data();
+  a.largest = largest.data();
+  a.v_factor = factor.data();
+  a.code_sums = code_sums;
+  Buffer tiles;
+  if (const int64_t bytes = k.v_tile_bytes(a)) {
+    tiles = allocate(size_t(bytes * blocks));
+    if (!tiles) refuse("no memory for transposed values, ", bytes * blocks, " bytes");
+    a.v_tiles = tiles.get();
+    a.v_tiles_block = bytes;
+    run_tasks(k, blocks, 64, nullptr,
+              [&](int64_t task, char*) { k.transpose_value(a, task, tiles.get()); });
+  }
+  const std::vector<int64_t> order = long_lists_first(a.counts, n);
+  run_tasks(k, n, k.attend_scratch(a), order.data(),
+            [&](int64_t task, char* scratch) { k.attend(a, task, scratch); });
+}
+
+void backward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& grad_out,
+              const Tensor& delta, MaybeTensor pv_skip, const Tensor& counts, const Tensor& indices,
+              MaybeTensor mask, MaybeTensor kinds, bool is_causal, int64_t offset,
+              double softmax_scale, Tensor grad_query, Tensor grad_key, Tensor grad_value,
+              int64_t isa) {
+  const Kernels& k = kernels_of(isa);
+  Arguments arguments;
+  BackwardArgs a{};
+  a.shape = arguments.shape(query, key, &value);
+  const Shape& s = a.shape;
+  a.query = arguments.float_rows("query", query, {s.B, s.Hq, s.Lq, s.D});
+  a.key = arguments.float_rows("key", key, {s.B, s.Hk, s.Lk, s.D});
+  a.value = arguments.float_rows("value", value, {s.B, s.Hk, s.Lk, s.Dv});
+  a.grad_out = arguments.float_rows("grad_out", grad_out, {s.B, s.Hq, s.Lq, s.Dv});
+  a.tokens = tokens_of(k, &arguments, mask, kinds, is_causal, offset, s);
+  a.softmax_scale = Arguments::finite("softmax_scale", softmax_scale);
+  a.delta = arguments.read<float>("delta", delta, {s.B, s.Hq, s.Lq});
+  a.pv_skip = arguments.read<float>("pv_skip", pv_skip, {s.Hq});
+  a.counts = arguments.read<int32_t>("counts", counts, {s.B, s.Hq, s.n_q()});
+  a.indices = arguments.read<int32_t>("indices", indices, {s.B, s.Hq, s.n_q(), s.n_k()});
+  a.grad_query = arguments.write<float>("grad_query", grad_query, {s.B, s.Hq, s.Lq, s.D});
+  a.grad_key = arguments.write<float>("grad_key", grad_key, {s.B, s.Hk, s.Lk, s.D});
+  a.grad_value = arguments.write<float>("grad_value", grad_value, {s.B, s.Hk, s.Lk, s.Dv});
+  const int64_t n = s.B * s.Hq * s.n_q(), n_k = s.n_k(), key_blocks = s.B * s.Hk * n_k;
+  check_lists(k, a.counts, a.indices, n, n_k);
+  std::vector<float> shift(size_t(s.B * s.Hq * s.Lq)), row_sum(shift.size());
+  std::vector<uint8_t> skipped(size_t(n * n_k));
+  a.shift = shift.data();
+  a.row_sum = row_sum.data();
+  a.skipped = skipped.data();
+  const std::vector<int64_t> order = long_lists_first(a.counts, n);
+  run_tasks(k, n, k.backward_scratch(a), order.data(),
+            [&](int64_t task, char* scratch) { k.backward_query(a, task, scratch); });
+
+  // The readers of each key block, in the order of heads and query blocks: sums have one order.
+  std::vector<int64_t> start(size_t(key_blocks + 1)), readers;
+  auto each = [&](auto f) {
+    for (int64_t task = 0; task < n; ++task) {
+      const int64_t head = task / s.n_q(), b = head / s.Hq, h_k = head % s.Hq / s.group();
+      for (int32_t i = 0; i < a.counts[task]; ++i)
+        f(task, (b * s.Hk + h_k) * n_k + a.indices[task * n_k + i]);
+    }
+  };
+  each([&](int64_t, int64_t block) { ++start[size_t(block + 1)]; });
+  for (int64_t i = 0; i < key_blocks; ++i) start[size_t(i + 1)] += start[size_t(i)];
+  readers.resize(size_t(start[size_t(key_blocks)]));
+  std::vector<int64_t> at(start.begin(), start.end() - 1);
+  each([&](int64_t task, int64_t block) { readers[size_t(at[size_t(block)]++)] = task; });
+  a.readers_start = start.data();
+  a.readers = readers.data();
+  run_tasks(k, key_blocks, k.backward_scratch(a), nullptr,
+            [&](int64_t task, char* scratch) { k.backward_key(a, task, scratch); });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(sparge_cpu, m) {
+  m.def(
+      "attend(Tensor query, Tensor key, Tensor value, Tensor? q_scale, int q_rows_per_scale, "
+      "Tensor? k_scale, int k_rows_per_scale, Tensor? v_scale, Tensor? lse_shift, Tensor? pv_skip, "
+      "Tensor counts, Tensor indices, Tensor? mask, Tensor? kinds, bool is_causal, int offset, "
+      "int precision, float softmax_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) pv_skips, "
+      "int isa) -> ()");
+  m.def(
+      "backward(Tensor query, Tensor key, Tensor value, Tensor grad_out, Tensor delta, "
+      "Tensor? pv_skip, Tensor counts, Tensor indices, Tensor? mask, Tensor? kinds, "
+      "bool is_causal, int offset, float softmax_scale, Tensor(a!) grad_query, "
+      "Tensor(b!) grad_key, Tensor(c!) grad_value, int isa) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(sparge_cpu, CPU, m) {
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("backward", TORCH_BOX(&backward));
+}
+
+}  // namespace sparge
