@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"errors", "geometry", "support", "recipe"},
     {"tokenmask", "qtensor", "call", "blockplan", "exact"},
-    {"check", "dispatch", "record", "profileschema", "profile", "backends", "plan", "quantize"}
+    {"check", "dispatch", "record", "fingerprint", "profile", "backends", "plan", "quantize"}
     | {"attend"},
     {"execute"},
     {"ops", "merge"},

@@ -134,7 +134,7 @@ def test_a_batch_is_a_capture_each_and_padding_is_kept(model, tmp_path):
 
 def test_another_trace_is_not_mixed_in(model, tmp_path):
     trace_model(model, token_inputs(n=1), tmp_path)
-    with pytest.raises(ValueError, match=r"a trace of something else .*weights are others"):
+    with pytest.raises(ValueError, match=r"a trace of something else .*weights differ"):
         trace_model(tiny_llama(seed=5), token_inputs(n=1), tmp_path)
     with pytest.raises(ValueError, match="another number of blocks"):
         trace_model(model, token_inputs(n=1), tmp_path, blocks=1)

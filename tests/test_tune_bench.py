@@ -7,7 +7,7 @@ import torch
 
 import sparge
 from sparge import Recipe
-from sparge.profile import Fingerprint
+from sparge.fingerprint import Fingerprint
 from sparge.report import tunebench
 from sparge.report.tunebench import (
     THETAS,

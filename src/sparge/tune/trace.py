@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..profile import Fingerprint
+from ..fingerprint import Fingerprint
 from ..support.atomic_files import replace_file
 from .capture import Capture
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch.choose import DENSE
+from ..fingerprint import fingerprint
 from ..integrations import accelerate
-from ..profile import fingerprint
 from .capture import BLOCKS, captures_of
 from .trace import MANIFEST, Trace, TracedInput, cast, size_of, write
 

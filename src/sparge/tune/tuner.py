@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import __version__
 from ..dispatch.choose import AUTO
-from ..profile import Fingerprint, LayerSettings, Profile
+from ..fingerprint import Fingerprint
+from ..profile import LayerSettings, Profile
 from ..recipe import DEFAULT, Recipe
 from ..support.atomic_files import replace_file
 from ..support.cpuinfo import cpu_name
