@@ -8,6 +8,7 @@ The form depends on what a model's own code may do with a mask on its way (see `
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def make_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """The smallest tensor that says the mask; nothing of size q x kv for causal and padding."""
-    style = style_of(type(config))
+    style = BOOL if is_encoder(config) else style_of(type(config))
     compiling = torch.compiler.is_compiling()
     # Where a cache keeps its length on the device, a graph cannot read it.
     known = kv_offset == 0 and not (compiling and isinstance(q_offset, Tensor))
@@ -77,6 +78,23 @@ def make_mask(
         **kwargs,
     )
     return mask
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether a model that could be a decoder is set up as an encoder.
+
+    `generate` with a static cache makes the causal mask for it. The model hides padding itself,
+    and takes a causal mask only as a whole; a 2-D one it would take for padding.
+    """
+    if getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False):
+        return False
+    return _hides_padding_itself(type(config))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _hides_padding_itself(config_class: type) -> bool:
+    code = [vars(sys.modules[model.__module__]) for model in _models_of(config_class)]
+    return any("create_bidirectional_mask" in names for names in code)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
