@@ -15,7 +15,7 @@ from sparge.profile import Profile
 from sparge.synthetic import structured_qkv
 from sparge.tune import PRESETS, bounds_of, captures_of, tune, tune_head_settings, tuner
 from sparge.tune import layer as layer_module
-from sparge.tune.layer import DENSE, Result, climb, recipe_of, tune_layer
+from sparge.tune.layer import DENSE_SETTING, Result, climb, recipe_with, tune_layer
 from sparge.tune.search import Setting
 
 BASE = Recipe(precision="int8")
@@ -99,7 +99,7 @@ def test_a_head_that_exceeds_steps_on_and_others_stay():
 def test_a_ladder_that_ends_is_dense_or_what_held_before():
     ladder = [Setting(mass=0.5, error=0.09)]
     runner = Told({0.5: 0.2, 0.9: 0.05, 1.0: 0.01})
-    assert climb(runner, [ladder], 0.1)[0].setting == DENSE
+    assert climb(runner, [ladder], 0.1)[0].setting == DENSE_SETTING
     assert runner.asked == [[0.5], [1.0]]
     before = Result(Setting(mass=0.9), 0.05, 0.5, 0.0)
     runner = Told({0.5: 0.2})
@@ -195,7 +195,7 @@ def test_one_call_is_tuned_to_a_recipe():
     assert wrong.max() > 0.02, "the bound is not used"
     off = tune_head_settings(q, k, v, is_causal=True, l1=0.05, l2=None)
     assert set(off.pv_skip) == {None}
-    dense_heads = recipe_of([DENSE] * 4, BASE, "mean")
+    dense_heads = recipe_with([DENSE_SETTING] * 4, BASE, "mean")
     plan = sparge.make_plan(q, k, is_causal=True, enable_gqa=True, recipe=dense_heads)
     assert plan.density == 1.0
 

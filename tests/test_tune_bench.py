@@ -27,7 +27,7 @@ from sparge.report.tunequality import (
 )
 from sparge.synthetic import structured_qkv
 from sparge.tune import Trace, captures_of, trace_model, tune
-from sparge.tune.trace import TracedInput, write
+from sparge.tune.trace_directory import TracedInput, write
 from tiny_llama import Letters, tiny_llama, token_inputs
 
 LAYER = "a.attn"

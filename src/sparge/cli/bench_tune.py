@@ -25,8 +25,8 @@ from ..report.machine import load_average, machine, machine_line, versions
 from ..report.tables import Column, Table, error, share
 from ..report.tunebench import bench_tune, table_of_sample
 from ..report.tunequality import bench_traces, compare_quality, table_of_quality
-from ..tune.calibration import held_out_windows
 from ..tune.presets import check_bounds
+from ..tune.tuning_windows import held_out_windows
 from . import OK, check_output, console, deliver, show_table, whole
 
 MODEL = "smollm2-135m-instruct"

@@ -15,7 +15,7 @@ from ..profile import Profile
 from ..recipe import DEFAULT
 from ..tune import PRESETS, Trace, bounds_of, tune
 from ..tune.presets import check_bounds
-from ..tune.trace import MANIFEST
+from ..tune.trace_directory import MANIFEST
 from . import INTERRUPTED, OK, add_json, check_output, console, deliver, progress, show_table
 from .explain import read_recipe
 from .profile import table_of_layers

@@ -24,7 +24,7 @@ from ..integrations import accelerate
 from ..profile import Profile
 from ..recipe import DEFAULT, KeepMass, Recipe
 from ..tune import Trace, trace_model
-from ..tune.calibration import Window, calibration_windows, held_out_windows
+from ..tune.tuning_windows import Window, calibration_windows, held_out_windows
 from .tables import Column, Table, share
 
 MASSES = (0.9, 0.92, 0.94, 0.96, 0.98, 0.99)

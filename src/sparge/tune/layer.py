@@ -1,8 +1,8 @@
-"""Tune one layer: search every head, take the better predictor, run what was found until it holds.
+"""Tune one layer: search every head, take the better predictor, run the settings found.
 
-Scores say what a setting should give; only a run says what it does. Each head has a ladder of
-settings, sparsest first: all heads run theirs together, those that exceed the bound on any input
-step on to a safer one, and a head whose ladder ends stays dense.
+Scores predict the error of a setting; a run measures it. Each head has a ladder of settings,
+sparsest first: all heads run theirs together, those that exceed the bound on any input step on to
+a safer one, and a head whose ladder ends stays dense.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..dispatch.choose import AUTO, Backend
-from ..profile import HeadSettings, LayerSettings
-from ..recipe import DEFAULT, KeepMass, Recipe
+from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings
+from ..recipe import DEFAULT, SAMPLE_ROWS, KeepMass, Recipe
 from .capture import Capture
-from .pieces import backend_for, run_pieces
-from .score import Scorer, Views
+from .captured_run import backend_for, run_captured
+from .score import CaptureScorer, LayerScorer
 from .search import Setting, find_ladder, find_pv_ladder
 
 PREDICTORS = ("mean", "blend")
 COST_OF_ROWS = 0.01
-"""In density: what the exact rows of "blend" cost; "mean" is taken where it is as good."""
-DENSE = Setting()
+"""Cost of the exact rows of "blend", in density; "mean" is taken where it is as good."""
+DENSE_SETTING = Setting()
 
 
 @dataclass(frozen=True)
@@ -55,60 +55,58 @@ def tune_layer(
 ) -> TunedLayer:
     """The settings of one layer from its captures, one for each calibration input.
 
-    base: precision, sink, local window and sampled rows; what it keeps is what is tuned.
+    base: precision, sink, local window, protected and sampled rows; what it keeps is tuned.
     """
-    window = base.window(captures[0].is_causal)
-    base = replace(base, local_blocks=window)
+    base = replace(base, local_blocks=base.window(captures[0].is_causal))
     engine = backend_for(captures[0], base, backend)
     with torch.no_grad():
-        scorers = [Scorer(capture, base, engine) for capture in captures]
-        views, heads = Views(scorers), range(captures[0].Hq)
+        scorers = [CaptureScorer(capture, base, engine) for capture in captures]
+        scored, heads = LayerScorer(scorers), range(captures[0].Hq)
         ladders: dict[str, list[list[Setting]]] = {name: [] for name in predictors}
         for h in heads:
             for name in predictors:
-                ladders[name].append(find_ladder(views.head(h), name, l1))
+                ladders[name].append(find_ladder(scored.head(h), name, l1))
         predictor = min(predictors, key=lambda name: _cost(name, ladders[name]))
         runner = Runner(scorers, base, predictor, engine)
         found = climb(runner, ladders[predictor], l1)
         if l2 is not None:
             with_pv = [
                 []
-                if found[h].setting == DENSE
-                else find_pv_ladder(views.head(h), predictor, found[h].setting, l2)
+                if found[h].setting == DENSE_SETTING
+                else find_pv_ladder(scored.head(h), predictor, found[h].setting, l2)
                 for h in heads
             ]
             found = climb(runner, with_pv, l2, otherwise=found)
+    recipe = runner.recipe([result.setting for result in found])
     settings = LayerSettings(
-        heads=tuple(_head(done) for done in found),
-        predictor=predictor,
-        precision=base.precision,
-        sink_blocks=base.sink_blocks,
-        local_blocks=window,
-        sample_rows=base.sample_rows,
-        protect=base.protect,
+        heads=tuple(_head(result) for result in found),
         inputs=len(captures),
         rows=sum(capture.query.shape[2] for capture in captures),
+        **{name: getattr(recipe, name) for name in RECIPE_FIELDS},
     )
-    return TunedLayer(settings, len(captures) * (views.scored + runner.runs))
+    return TunedLayer(settings, len(captures) * (scored.scored + runner.runs))
 
 
 class Runner:
     """Runs one setting per head on every input, and counts how often."""
 
     def __init__(
-        self, scorers: Sequence[Scorer], base: Recipe, predictor: str, backend: Backend
+        self, scorers: Sequence[CaptureScorer], base: Recipe, predictor: str, backend: Backend
     ) -> None:
         self.scorers, self.base, self.predictor, self.backend = scorers, base, predictor, backend
         self.runs = 0
 
+    def recipe(self, settings: Sequence[Setting]) -> Recipe:
+        return recipe_with(settings, self.base, self.predictor)
+
     def run(self, settings: Sequence[Setting]) -> list[Result]:
         self.runs += 1
-        recipe = recipe_of(settings, self.base, self.predictor)
+        recipe = self.recipe(settings)
         each = [
-            run_pieces(scorer.capture, recipe, scorer.exact, backend=self.backend)
+            run_captured(scorer.capture, recipe, scorer.exact, backend=self.backend)
             for scorer in self.scorers
         ]
-        # NaN is no error that meets a bound.
+        # NaN meets no bound.
         error = torch.stack([m.error for m in each]).nan_to_num(nan=torch.inf).amax(0).tolist()
         kept, allowed, skips, groups = (
             torch.stack([getattr(m, name) for m in each]).sum(0).tolist()
@@ -120,18 +118,16 @@ class Runner:
         ]
 
 
-def recipe_of(settings: Sequence[Setting], base: Recipe, predictor: str) -> Recipe:
-    judge = tuple(setting.min_similarity for setting in settings)
-    return Recipe(
+def recipe_with(settings: Sequence[Setting], base: Recipe, predictor: str) -> Recipe:
+    """The base recipe with one setting per head."""
+    mean = predictor == "mean"
+    return replace(
+        base,
         keep=KeepMass(tuple(setting.mass for setting in settings)),
         predictor=predictor,
-        min_similarity=judge if predictor == "mean" else None,
+        min_similarity=tuple(setting.min_similarity for setting in settings) if mean else None,
         pv_skip=tuple(setting.pv_skip for setting in settings),
-        precision=base.precision,
-        sink_blocks=base.sink_blocks,
-        local_blocks=base.local_blocks,
-        protect=base.protect,
-        sample_rows=base.sample_rows,
+        sample_rows=SAMPLE_ROWS if mean else base.sample_rows,
     )
 
 
@@ -143,8 +139,8 @@ def climb(
 ) -> list[Result]:
     """Run every head's first setting, and safer ones until each holds the bound on every input.
 
-    otherwise: what a head without a setting that holds goes back to, as it ran before; without
-    it such a head is dense, and runs as that too.
+    otherwise: results that a head without a bounded setting goes back to; without them such a
+    head is dense, and is run so too.
     """
     left = [list(ladder) for ladder in ladders]
     done: list[Result | None] = [None] * len(left)
@@ -152,7 +148,7 @@ def climb(
         done = [None if ladder else back for ladder, back in zip(left, otherwise, strict=True)]
     while any(result is None for result in done):
         settings = [
-            result.setting if result else ladder[0] if ladder else DENSE
+            result.setting if result else ladder[0] if ladder else DENSE_SETTING
             for result, ladder in zip(done, left, strict=True)
         ]
         for h, result in enumerate(runner.run(settings)):
@@ -161,7 +157,7 @@ def climb(
             if not left[h] or result.error <= bound:
                 done[h] = result
                 continue
-            # What a run added to the score, it will add to the next one too.
+            # Expect the next run to exceed its score by as much as this one did.
             more = max(result.error - left[h][0].error, 0.0)
             left[h] = [setting for setting in left[h][1:] if setting.error + more <= bound]
             if not left[h] and otherwise is not None:

@@ -22,11 +22,12 @@ from ..profile import LayerSettings, Profile
 from ..recipe import DEFAULT, Recipe
 from ..support.atomic_files import replace_file
 from ..support.cpuinfo import cpu_name
+from ..support.json_text import parse_json, read_json_text
 from .capture import BLOCKS, Capture, captures_of
-from .layer import PREDICTORS, TunedLayer, recipe_of, tune_layer
+from .layer import PREDICTORS, TunedLayer, recipe_with, tune_layer
 from .presets import check_bounds
 from .search import Setting
-from .trace import Trace
+from .trace_directory import Trace
 
 STATE_FORMAT = "sparge.tune/1"
 Captures = Mapping[str, Sequence[Capture]]
@@ -45,15 +46,14 @@ def tune(
     done: Told = lambda layer, seconds: None,
 ) -> Profile:
     """The sparsest settings of every head whose error is at most l1 on every input, then at most
-    l2 with the second filter; each was run, and met its bound.
+    l2 with the second filter. Each was run, and met its bound.
 
     trace: a `Trace`, its directory, or captures of each layer by its name.
     l2: None leaves the second filter off. recipe: precision, sink, local window and sampled rows.
-    state: a file that keeps what is done; the same call goes on from there. A trace has its own.
-    done: told of each layer, and of its seconds; None where it was done before.
+    state: a file of the layers done, from which the same call resumes. A trace has its own.
+    done: called with each layer and its seconds; None where it was done before.
 
-    Ctrl-C returns what is there so far: `profile.untuned` names the layers that have the default
-    recipe.
+    Ctrl-C returns the layers done so far: `profile.untuned` names those with the default recipe.
     """
     check_bounds(l1, l2)
     _check_predictors(predictors)
@@ -117,19 +117,19 @@ def tune_head_settings(
     check_bounds(l1, l2)
     facts = {"is_causal": is_causal, "scale": scale}
     captures = captures_of(query, key, value, facts, blocks=blocks)
-    plain = replace(DEFAULT, local_blocks=0)  # the original, for which this is, has no window
+    plain = replace(DEFAULT, local_blocks=0)  # as the original, whose users call this
     tuned = tune_layer(captures, l1=l1, l2=l2, base=plain, predictors=("mean",), backend=backend)
     settings = [Setting(h.mass, h.min_similarity, h.pv_skip) for h in tuned.settings.heads]
-    return recipe_of(settings, plain, "mean")
+    return recipe_with(settings, plain, "mean")
 
 
 def _tune_one(captures: Sequence[Capture], **facts: Any) -> TunedLayer:
-    # A layer that the inputs never reached stays as it is.
+    # A layer that the inputs never reached is left untuned.
     return tune_layer(captures, **facts) if captures else TunedLayer(LayerSettings(), 0)
 
 
 class _State:
-    """What is done, in memory and, where there is a file, in it after every layer."""
+    """The layers done, in memory and, where there is a file, in it after every layer."""
 
     def __init__(self, path: Path | None, asked: dict[str, Any]) -> None:
         self.path, self.asked = path, asked
@@ -141,7 +141,7 @@ class _State:
 
     def _read(self, path: Path) -> None:
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parse_json(read_json_text(path))
             if data["format"] != STATE_FORMAT or data["asked"] != self.asked:
                 raise ValueError("it is of another trace, or of other bounds or settings")
             for name, each in data["layers"].items():
@@ -184,7 +184,7 @@ def _asked(
     recipe: Recipe,
     predictors: Sequence[str],
 ) -> dict[str, Any]:
-    """What the answer depends on; a state of anything else is not continued."""
+    """What the result depends on; a state of anything else is not resumed."""
     of: dict[str, Any] = {}
     if isinstance(trace, Trace):
         of = {"model": trace.model.weights, "inputs": [each.digest for each in trace.inputs]}

@@ -1,7 +1,7 @@
-"""Run settings on the kept query blocks of a capture, with the kernels that will run them later.
+"""Run a recipe on the kept query blocks of a capture, with the kernels that will run it later.
 
-Each block is planned and attended at its own place in the sequence, against all keys, so what
-comes out is what the whole call would have given for these rows.
+Each block is planned and attended at its own place in the sequence, against all keys, so the
+output is that of the whole call for these rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .capture import Capture, Placed
 
 @dataclass(frozen=True)
 class Measured:
-    """What settings gave on one capture, one number for each query head, fp64 `[Hq]`."""
+    """Error and counts of a recipe on one capture, one number for each query head, fp64 `[Hq]`."""
 
     error: Tensor
     kept: Tensor
@@ -53,7 +53,6 @@ def backend_for(capture: Capture, recipe: Recipe, name: str = AUTO) -> Backend:
         scale=capture.scale,
         recipe=recipe,
         is_causal=capture.is_causal,
-        causal_align=capture.causal_align,
         has_mask=capture.attn_mask is not None,
     )
     return get_backend(choose(host(), call, name, dense_ok=False).backend)
@@ -91,7 +90,7 @@ def keys_seen(tokens: Placed) -> int:
     return max(1, min(tokens.Lk, tokens.offset + tokens.Lq))
 
 
-def run_pieces(
+def run_captured(
     capture: Capture,
     recipe: Recipe,
     exact: Tensor,
@@ -158,14 +157,14 @@ def _planned(
             for name in ("q_pooled", "q_similarity")
             for x in (getattr(statistics, name),)
         }
-        piece = replace(operands, query=_rows_of(operands.query, rows), lse_shift=lse_shift)
+        block = replace(operands, query=_query_rows(operands.query, rows), lse_shift=lse_shift)
         plan = backend.stage("plan").plan_from(
-            piece, replace(statistics, **own), capture.tokens(i), scale=scale, recipe=recipe
+            block, replace(statistics, **own), capture.tokens(i), scale=scale, recipe=recipe
         )
-        yield piece, plan
+        yield block, plan
 
 
-def _rows_of(x: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
+def _query_rows(x: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
     if not isinstance(x, QTensor):
         return x[:, :, rows].contiguous()
     assert x.rows_per_scale == 1

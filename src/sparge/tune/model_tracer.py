@@ -1,6 +1,6 @@
-"""Trace a model: run it on calibration inputs with its attention exact, and keep what it attends.
+"""Trace a model: run it on calibration inputs with dense attention, and keep q, k, v of its layers.
 
-Attention is dense meanwhile, so the activations of every layer are those of the model itself.
+Attention is dense, so the activations of every layer are those of the model itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..dispatch.choose import DENSE
 from ..fingerprint import fingerprint
 from ..integrations import accelerate
 from .capture import BLOCKS, captures_of
-from .trace import MANIFEST, Trace, TracedInput, cast, size_of, write
+from .trace_directory import MANIFEST, Trace, TracedInput, cast, size_of, write
 
 MAX_BYTES = 16 << 30
 Inputs = Tensor | Mapping[str, Any]
@@ -46,10 +46,11 @@ def trace_model(
     inputs: token ids `[B, L]`, or the model's keyword arguments. blocks: query blocks to keep of
     each call. layers: names with `*` and `?`, or a function of the name. dtype: to store the
     tensors in, None as they are. about: a few words on each input. noise_levels: of a diffusion
-    model, one for each input; None reads it off an argument `timestep`. done: told of each input.
+    model, one for each input; None takes them from an argument `timestep`. done: called with the
+    digest of each input.
 
-    A directory that holds some of these inputs already is completed, not begun again. The model's
-    own attention is back when this returns; settings of an earlier `accelerate` are not.
+    A directory that holds some of these inputs is completed. The model has its own attention again
+    when this returns; settings of an earlier `accelerate` are gone.
     """
     for what, said in (("about", about), ("noise_levels", noise_levels)):
         if said is not None and len(said) != len(inputs):
@@ -84,7 +85,7 @@ def trace_model(
 
 
 def digest_of(given: Inputs) -> str:
-    """Of the numbers that go in; the same input has the same digest on every machine."""
+    """SHA-256 of an input's numbers, the same on every machine."""
     digest = hashlib.sha256()
     for name, value in sorted(_arguments(given).items()):
         digest.update(name.encode())
@@ -98,7 +99,7 @@ def digest_of(given: Inputs) -> str:
 
 
 def noise_level_of(given: Inputs) -> float | None:
-    """What an argument `timestep` says, as diffusion models name it; None without one."""
+    """The mean of an argument `timestep`, as diffusion models name it; None without one."""
     step = _arguments(given).get("timestep")
     if step is None:
         return None
@@ -106,7 +107,7 @@ def noise_level_of(given: Inputs) -> float | None:
 
 
 class _Room:
-    """Bytes that may still be written; refuses at the first layer what would not fit in the end."""
+    """Bytes that may still be written; a trace that will not fit is refused at its first layer."""
 
     def __init__(self, limit: int, used: int, files: int) -> None:
         self.limit, self.used, self.files, self.asked = limit, used, files, False
@@ -124,7 +125,7 @@ class _Room:
 
 
 class _Tap:
-    """Keeps the calls of one layer, each in its file, at once."""
+    """Writes the calls of one layer, each to its file, as they come."""
 
     def __init__(
         self, where: Path, stem: str, blocks: int, dtype: torch.dtype | None, room: _Room
@@ -142,7 +143,7 @@ class _Tap:
 
 
 def _completed(trace: Trace) -> Trace:
-    """With the inputs that the directory holds already, if it is a trace of the same."""
+    """The trace with the inputs that its directory holds already; another trace is refused."""
     if not (trace.directory / MANIFEST).is_file():
         return trace
     old = Trace.open(trace.directory)

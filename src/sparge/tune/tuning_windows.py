@@ -1,4 +1,4 @@
-"""Calibration inputs from long texts: windows at places that evaluation does not look at.
+"""Inputs for tuning from long texts: windows at places that evaluation does not use.
 
 Evaluation takes its windows at 0, 1/2, 1/4, 3/4, … of a text; these lie a sixteenth further on.
 """
