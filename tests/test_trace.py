@@ -227,7 +227,7 @@ def test_one_noise_level_for_each_input(model, tmp_path):
 
 
 def test_one_token_is_nothing_to_tune(model, tmp_path):
-    with pytest.raises(ValueError, match="nothing to tune"):
+    with pytest.raises(ValueError, match="longer than one token"):
         trace_model(model, [torch.tensor([[1]])], tmp_path)
 
 

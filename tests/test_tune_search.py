@@ -8,13 +8,14 @@ import torch
 import sparge
 from oracle import dense, make_qkv, relative_l1
 from sparge import KeepMass, Recipe
+from sparge.profile import HeadSettings
 from sparge.synthetic import structured_qkv
 from sparge.tune import score, search
 from sparge.tune.capture import captures_of, sampled_blocks
 from sparge.tune.captured_run import backend_for, exact_output, run_captured
 from sparge.tune.layer import Runner, tune_layer
 from sparge.tune.score import CaptureScorer, LayerScorer
-from sparge.tune.search import Setting, find_ladder, find_pv_ladder, kept_sets
+from sparge.tune.search import find_ladder, find_pv_ladder, kept_sets
 
 EXACT = Recipe(precision="exact", predictor="mean")
 
@@ -162,13 +163,13 @@ def test_the_emulated_filter_skips_what_the_kernel_skips(thin):
     _, capture = whole(L=700, seed=5)
     scorer = CaptureScorer(capture, EXACT, backend_for(capture, EXACT))
     runner = Runner([scorer], EXACT, "mean", backend_for(capture, EXACT))
-    setting = Setting(mass=0.98)
+    setting = HeadSettings(mass=0.98)
     for h in range(2):
         scored = [scorer.score(h, thin)]
         kept = kept_sets(scored[0].prediction, "mean", [None], torch.tensor([0.98]).double())
         seen = set()
         for pv_skip in (0.25, 1.0, 3.0, 8.0):
-            both = [Setting(mass=0.98, pv_skip=pv_skip)] * 2
+            both = [HeadSettings(mass=0.98, pv_skip=pv_skip)] * 2
             ran = runner.run(both)[h]
             skips = groups = 0
             for block, own in zip(scored[0].blocks, kept[:, 0, 0], strict=True):

@@ -137,8 +137,10 @@ class LayerSettings:
     def recipe(self, heads: Iterable[int] | None = None) -> Recipe | None:
         """The recipe of these heads, in their order; None where all of them are dense."""
         chosen = self.heads if heads is None else [self.heads[h] for h in heads]
-        if all(head.is_dense for head in chosen):
-            return None
+        return None if all(head.is_dense for head in chosen) else self.recipe_of(chosen)
+
+    def recipe_of(self, chosen: Sequence[HeadSettings]) -> Recipe:
+        """A recipe of this layer's fields with one setting per head."""
         similarity = tuple(head.min_similarity for head in chosen)
         pv_skip = tuple(head.pv_skip for head in chosen)
         return Recipe(

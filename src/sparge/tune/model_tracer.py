@@ -65,19 +65,22 @@ def trace_model(
             digest = digest_of(given)
             if all(each.digest != digest for each in trace.inputs):
                 room = _Room(max_bytes, trace.bytes, len(names) * (len(inputs) - i))
-                folder = f"input-{digest[:12]}"
+                stem = f"input-{digest[:12]}/layer-"
                 taps = {
-                    layer: _Tap(where, f"{folder}/layer-{n:03d}", blocks, dtype, room)
+                    layer: _Tap(where, f"{stem}{n:03d}", blocks, dtype, room)
                     for n, layer in enumerate(names)
                 }
                 for layer, tap in taps.items():
                     handle.tap(layer, tap)
                 _forward(model, given)
-                words = about[i] if about else ""
                 files = {layer: tap.entries for layer, tap in taps.items() if tap.entries}
-                _check_any(files, model)
+                if not files:
+                    raise ValueError(
+                        f"inputs must be longer than one token: no attention of "
+                        f"{type(model).__name__} ran through sparge on input {i}"
+                    )
                 level = noise_level_of(given) if noise_levels is None else float(noise_levels[i])
-                traced = TracedInput(digest, words, level, files)
+                traced = TracedInput(digest, about[i] if about else "", level, files)
                 trace = replace(trace, inputs=(*trace.inputs, traced))
                 trace.save()
             done(digest)
@@ -178,11 +181,3 @@ def _forward(model: nn.Module, given: Inputs) -> None:
             body(**moved)
     finally:
         model.train(was_training)
-
-
-def _check_any(files: Mapping[str, Any], model: nn.Module) -> None:
-    if not files:
-        raise ValueError(
-            f"no attention of {type(model).__name__} ran through sparge on this input, so there is "
-            "nothing to tune; inputs must be longer than one token"
-        )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..geometry import ROW_GROUP
+from ..profile import HeadSettings
 from .score import Prediction, ScoredBlock, ScoredHead, cut
 
 MASSES = (
@@ -31,18 +32,6 @@ NO_GAIN = 0.95
 LEVELS = (1.0, 0.97, 0.93, 0.87, 0.75)
 """Of the bound: beside the sparsest setting, safer ones are found for when its run exceeds it."""
 AT_ONCE = 32
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What one head keeps; error, density and pv_skipped as the scores say."""
-
-    mass: float = 1.0
-    min_similarity: float | None = None
-    pv_skip: float | None = None
-    error: float = 0.0
-    density: float = 1.0
-    pv_skipped: float = 0.0
 
 
 def kept_sets(
@@ -71,7 +60,7 @@ def kept_sets(
     return ((chosen & trusted[:, :, None]) | always[:, :, None]) & may[:, None, None]
 
 
-def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list[Setting]:
+def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list[HeadSettings]:
     """The sparsest setting whose error is at most l1 on every head, then safer ones; maybe none."""
     similarities = SIMILARITIES if predictor == "mean" else (None,)
     masses = torch.tensor(MASSES, dtype=torch.float64)
@@ -85,7 +74,7 @@ def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list
     order = density.argsort(stable=True)
     order = order[last.flatten()[order] & (density[order] <= NO_GAIN)]
     flat = [k.flatten(1, 2) for k in kept]
-    ladder: list[Setting] = []
+    ladder: list[HeadSettings] = []
     levels = [level * l1 for level in LEVELS]
     for some in order.split(AT_ONCE):
         fits, errors = within(scored, [k[:, some] for k in flat], levels[0])
@@ -95,7 +84,7 @@ def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list
             while levels and error <= levels[0]:
                 levels.pop(0)
             ladder.append(
-                Setting(
+                HeadSettings(
                     mass=MASSES[i % len(MASSES)],
                     min_similarity=similarities[i // len(MASSES)],
                     error=error,
@@ -140,8 +129,8 @@ def _wrong(numerator: Tensor, denominator: Tensor, truth: Tensor) -> Tensor:
 
 
 def find_pv_ladder(
-    scored: Sequence[ScoredHead], predictor: str, setting: Setting, l2: float
-) -> list[Setting]:
+    scored: Sequence[ScoredHead], predictor: str, setting: HeadSettings, l2: float
+) -> list[HeadSettings]:
     """The second filter on top of a setting: the most skipping within l2, then safer ones."""
     device = scored[0].prediction.may.device
     errors, skipped = torch.zeros((2, len(PV_SKIPS)), dtype=torch.float64, device=device).unbind()
@@ -157,7 +146,7 @@ def find_pv_ladder(
             skipped += skip.sum((1, 2))
             groups += skip[0].numel()
         errors = torch.maximum(errors, wrong / head.right if head.right else wrong)
-    ladder: list[Setting] = []
+    ladder: list[HeadSettings] = []
     for level in LEVELS[:3]:
         i = next((i for i, e in enumerate(errors.tolist()) if e <= level * l2), None)
         if i is None or not float(skipped[i]):

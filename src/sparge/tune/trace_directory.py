@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,8 +43,12 @@ class TracedInput:
     files: Mapping[str, Sequence[Mapping[str, Any]]]
 
     @property
+    def entries(self) -> list[Mapping[str, Any]]:
+        return [entry for entries in self.files.values() for entry in entries]
+
+    @property
     def bytes(self) -> int:
-        return sum(entry["bytes"] for entries in self.files.values() for entry in entries)
+        return sum(entry["bytes"] for entry in self.entries)
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,11 @@ class Trace:
 
     def is_whole(self, each: TracedInput) -> bool:
         """Whether every file of an input is there, with its size."""
-        for entry in _entries(each):
-            try:
-                if (self.directory / entry["file"]).stat().st_size != entry["bytes"]:
-                    return False
-            except OSError:
-                return False
-        return True
+        try:
+            sizes = [(self.directory / entry["file"]).stat().st_size for entry in each.entries]
+        except OSError:
+            return False
+        return sizes == [entry["bytes"] for entry in each.entries]
 
     def save(self) -> None:
         model = {"name": self.name, **asdict(self.model)}
@@ -124,11 +126,10 @@ class Trace:
     def delete(self) -> None:
         """Remove the files that the manifest names, it, and the directories this leaves empty."""
         (self.directory / MANIFEST).unlink(missing_ok=True)
-        places = {self.directory}
-        for each in self.inputs:
-            for entry in _entries(each):
-                (self.directory / entry["file"]).unlink(missing_ok=True)
-                places.add((self.directory / entry["file"]).parent)
+        files = [self.directory / entry["file"] for each in self.inputs for entry in each.entries]
+        for file in files:
+            file.unlink(missing_ok=True)
+        places = {self.directory, *(file.parent for file in files)}
         for place in sorted(places, key=lambda p: -len(p.parts)):
             with suppress(OSError):  # something else is in it
                 place.rmdir()
@@ -178,11 +179,6 @@ def cast(capture: Capture, dtype: torch.dtype | None) -> Capture:
         return capture
     tensors: dict[str, Any] = {n: getattr(capture, n).to(dtype) for n in ("query", "key", "value")}
     return replace(capture, **tensors)
-
-
-def _entries(each: TracedInput) -> Iterator[Mapping[str, Any]]:
-    for entries in each.files.values():
-        yield from entries
 
 
 def _words(error: Exception) -> str:
