@@ -254,6 +254,13 @@ def test_a_noise_level_chooses_the_settings_of_its_band(tmp_path):
     at = {0.0: 0.5, 0.2499: 0.5, 0.25: 0.7, 0.5: 0.7, 0.75: 0.9, 1.0: 0.9, None: 0.7}
     assert {noise: mass("blocks.0", noise)[0] for noise in at} == at
     assert mass("blocks.1", 0.5) == (0.6,)
+    assert list(profile.named_settings()) == [
+        "blocks.0",
+        "blocks.0 [noise 0 to 0.25]",
+        "blocks.0 [noise 0.75 to 1]",
+        "single_blocks.0",
+        "blocks.1 [noise 0.5 to 1]",
+    ]
     assert profile.recipe_for("blocks.1", noise=0.4) == profile.default  # outside of the bands
     assert profile.untuned == ["single_blocks.0"]
     assert profile.layers["blocks.1"].density == 1.0

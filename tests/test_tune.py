@@ -195,7 +195,7 @@ def test_one_call_is_tuned_to_a_recipe():
     assert wrong.max() > 0.02, "the bound is not used"
     off = tune_head_settings(q, k, v, is_causal=True, l1=0.05, l2=None)
     assert off.pv_skip is None
-    dense_heads = LayerSettings(predictor="mean").recipe_of([HeadSettings()] * 4)
+    dense_heads = LayerSettings(predictor="mean").recipe_with([HeadSettings()] * 4)
     plan = sparge.make_plan(q, k, is_causal=True, enable_gqa=True, recipe=dense_heads)
     assert plan.density == 1.0
 

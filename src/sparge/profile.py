@@ -137,9 +137,9 @@ class LayerSettings:
     def recipe(self, heads: Iterable[int] | None = None) -> Recipe | None:
         """The recipe of these heads, in their order; None where all of them are dense."""
         chosen = self.heads if heads is None else [self.heads[h] for h in heads]
-        return None if all(head.is_dense for head in chosen) else self.recipe_of(chosen)
+        return None if all(head.is_dense for head in chosen) else self.recipe_with(chosen)
 
-    def recipe_of(self, chosen: Sequence[HeadSettings]) -> Recipe:
+    def recipe_with(self, chosen: Sequence[HeadSettings]) -> Recipe:
         """A recipe of this layer's fields with one setting per head."""
         similarity = tuple(head.min_similarity for head in chosen)
         pv_skip = tuple(head.pv_skip for head in chosen)
@@ -216,6 +216,17 @@ class Profile:
     date: str = ""
     machine: str = ""
     calibration: Mapping[str, Any] = field(default_factory=dict)
+
+    def named_settings(self) -> dict[str, LayerSettings]:
+        """The settings of every layer and noise band, by names for tables."""
+        named = {}
+        for name, layer in self.layers.items():
+            if layer.heads or not layer.bands:
+                named[name] = layer
+            for band in layer.bands:
+                low, high = _noise_range(band)
+                named[f"{name} [noise {low:g} to {high:g}]"] = band
+        return named
 
     @property
     def untuned(self) -> list[str]:

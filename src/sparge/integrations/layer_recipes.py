@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,17 +18,6 @@ from .context import Context
 from .site import RecipeOf
 
 Layers = Iterable[str] | Callable[[str], bool] | None
-
-
-@dataclass(frozen=True)
-class _BandedRecipe:
-    """The recipe of a layer whose profile has noise bands."""
-
-    profile: Profile
-    layer: str
-
-    def __call__(self, context: Context) -> Recipe | None:
-        return self.profile.recipe_for(self.layer, noise=context.noise_level)
 
 
 def chosen_layers(names: Iterable[str], layers: Layers) -> set[str]:
@@ -51,59 +40,50 @@ def chosen_layers(names: Iterable[str], layers: Layers) -> set[str]:
     return chosen
 
 
-def recipes_of_profile(
-    found: Found, names: Iterable[str], profile: Any, *, force: bool
+def recipes_for(
+    found: Found, names: Sequence[str], recipe: Any, profile: Any, *, force: bool
+) -> Mapping[str, Recipe | RecipeOf | None]:
+    """The recipe of each of these layers, checked against the model."""
+    if recipe is not None and profile is not None:
+        raise ValueError("give a recipe or a profile, not both; a profile has a recipe per layer")
+    if profile is not None:
+        return _recipes_of_profile(found.model, names, profile, force=force)
+    recipe = DEFAULT if recipe is None else recipe
+    if isinstance(recipe, type) or not callable(recipe):
+        for name in names:
+            heads = _heads_of(found.modules[name])
+            if heads is not None or not isinstance(recipe, Recipe):
+                try:
+                    check_recipe(recipe, heads or 1)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+    return dict.fromkeys(names, recipe)
+
+
+def _recipes_of_profile(
+    model: nn.Module, names: Sequence[str], profile: Any, *, force: bool
 ) -> Mapping[str, Recipe | RecipeOf | None]:
     tuned = Profile.load(profile) if isinstance(profile, str | os.PathLike) else profile
     if not isinstance(tuned, Profile):
         raise TypeError(
             f"profile must be a sparge.Profile or its file, got {type(profile).__name__}"
         )
-    tuned.check(found.model, force=force)
+    tuned.check(model, force=force)
+    banded = {name for name in names if name in tuned.layers and tuned.layers[name].bands}
     return {
-        name: _BandedRecipe(tuned, name)
-        if name in tuned.layers and tuned.layers[name].bands
-        else tuned.recipe_for(name)
+        name: partial(_at_noise_level, tuned, name) if name in banded else tuned.recipe_for(name)
         for name in names
     }
 
 
-def check_heads(modules: Mapping[str, nn.Module], recipe: Any) -> None:
-    """Refuse what is no recipe, or has other numbers of heads than one of the modules."""
-    if not isinstance(recipe, Recipe):
-        check_recipe(recipe, 1)  # raises with the reason
-    for name, module in modules.items():
-        heads = heads_of_module(module)
-        if heads is not None:  # otherwise the first call checks it
-            try:
-                check_recipe(recipe, heads)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+def _at_noise_level(profile: Profile, layer: str, context: Context) -> Recipe | None:
+    return profile.recipe_for(layer, noise=context.noise_level)
 
 
-def heads_of_module(module: nn.Module) -> int | None:
+def _heads_of(module: nn.Module) -> int | None:
     """Query heads of an attention module, where it says them."""
     for name in ("num_heads", "num_attention_heads", "n_heads"):
         if isinstance(number := getattr(module, name, None), int):
             return number
     number = getattr(getattr(module, "config", None), "num_attention_heads", None)
     return number if isinstance(number, int) else None
-
-
-def recipes_for(
-    found: Found,
-    names: Iterable[str],
-    recipe: Recipe | RecipeOf | None,
-    profile: Any,
-    *,
-    force: bool,
-) -> Mapping[str, Recipe | RecipeOf | None]:
-    """The recipe of each layer, checked against the model."""
-    if recipe is not None and profile is not None:
-        raise ValueError("give a recipe or a profile, not both; a profile has a recipe per layer")
-    if profile is not None:
-        return recipes_of_profile(found, names, profile, force=force)
-    chosen: Any = DEFAULT if recipe is None else recipe
-    if isinstance(chosen, type) or not callable(chosen):
-        check_heads({name: found.modules[name] for name in names}, chosen)
-    return dict.fromkeys(names, chosen)

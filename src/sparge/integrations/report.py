@@ -20,11 +20,19 @@ OWN = "own attention"
 
 @dataclass(frozen=True)
 class RecipeReport:
-    """The calls of a layer with one recipe, and their density; dense ones included."""
+    """The calls of a layer with one recipe, and their blocks; dense calls included."""
 
     recipe: Recipe
     calls: int
-    density: float
+    kept: int
+    allowed: int
+
+    @property
+    def density(self) -> float:
+        return self.kept / self.allowed if self.allowed else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "recipe": self.recipe.to_dict(), "density": self.density}
 
 
 @dataclass(frozen=True)
@@ -68,17 +76,14 @@ class LayerReport:
         return sum(n for way, n in self.ran.items() if way not in (OWN, "dense"))
 
     def to_dict(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return plain | {
+        return {
+            **vars(self),
             "density": self.density,
             "density_by_head": list(self.density_by_head),
             "error_by_head": None if self.error_by_head is None else list(self.error_by_head),
             "error": self.error,
             "recipe": None if self.recipe is None else self.recipe.to_dict(),
-            "by_recipe": [
-                {"recipe": each.recipe.to_dict(), "calls": each.calls, "density": each.density}
-                for each in self.by_recipe
-            ],
+            "by_recipe": [each.to_dict() for each in self.by_recipe],
         }
 
 

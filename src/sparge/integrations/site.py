@@ -41,22 +41,16 @@ class _Blocks:
     allowed: int = 0
 
     def add(self, kept: int, allowed: int) -> None:
-        self.calls, self.kept, self.allowed = (
-            self.calls + 1,
-            self.kept + kept,
-            self.allowed + allowed,
-        )
-
-    @property
-    def density(self) -> float:
-        return self.kept / self.allowed if self.allowed else 1.0
+        self.calls += 1
+        self.kept += kept
+        self.allowed += allowed
 
 
 @dataclass
 class _Tally:
     ran: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
-    cost_sources: Counter[str] = field(default_factory=Counter)
+    estimated: int = 0
     blocks: _Blocks = field(default_factory=_Blocks)
     by_recipe: dict[Recipe, _Blocks] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)
@@ -188,7 +182,7 @@ class Site:
             tally.blocks.add(run.kept, run.allowed)
             given = self.recipe if isinstance(self.recipe, Recipe) else run.recipe
             tally.by_recipe.setdefault(given, _Blocks()).add(run.kept, run.allowed)
-            tally.cost_sources[getattr(run, "cost_source", "")] += 1
+            tally.estimated += getattr(run, "cost_source", "") == "estimate"
             if not run.kept_by_head:
                 tally.ran["dense"] += 1
                 tally.fallbacks[run.reason] += 1
@@ -217,10 +211,10 @@ class Site:
                 fallbacks=dict(tally.fallbacks),
                 recipe=self.recipe if isinstance(self.recipe, Recipe) else None,
                 by_recipe=tuple(
-                    RecipeReport(recipe, blocks.calls, blocks.density)
+                    RecipeReport(recipe, **vars(blocks))
                     for recipe, blocks in tally.by_recipe.items()
                 ),
-                estimated=tally.cost_sources["estimate"],
+                estimated=tally.estimated,
             )
 
 

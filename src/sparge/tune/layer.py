@@ -88,7 +88,7 @@ class Runner:
     def run(self, settings: Ladder) -> list[HeadSettings]:
         """The settings with their measured error, of the worst input, and their densities."""
         self.runs += 1
-        recipe = self.layer.recipe_of(settings)
+        recipe = self.layer.recipe_with(settings)
         each = [
             run_captured(scorer.capture, recipe, scorer.exact, backend=self.backend)
             for scorer in self.scorers

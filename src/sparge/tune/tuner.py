@@ -124,7 +124,7 @@ def tune_head_settings(
     captures = captures_of(query, key, value, facts, blocks=blocks)
     plain = replace(DEFAULT, local_blocks=0)  # as the original, whose users call this
     tuned = tune_layer(captures, l1=l1, l2=l2, base=plain, predictors=("mean",), backend=backend)
-    return tuned.settings.recipe_of(tuned.settings.heads)
+    return tuned.settings.recipe_with(tuned.settings.heads)
 
 
 class _State:
