@@ -45,7 +45,7 @@ def test_errors_that_are_no_numbers(bad):
 
 @pytest.mark.parametrize("predictor", ["mean", "rows"])
 def test_other_predictors_are_refused(predictor):
-    with pytest.raises(
+    with pytest.raises(ValueError, match=f"'blend' with KeepError, got '{predictor}'; .*KeepMass"):
         ValueError, match=f"predictor must be 'blend' with KeepError, got '{predictor}'"
     ):
         Recipe(KeepError(0.1), predictor=predictor)
