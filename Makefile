@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format sanitize fuzz bench wheel clean setup
+.PHONY: demo test docs lint format sanitize fuzz bench wheel clean setup
 
 setup: $(VENV)/.done
 
@@ -36,11 +36,24 @@ demo: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.demo)
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-report=term --cov-fail-under=95
 
+# The site, in site/. Strict: a broken link or reference fails. Nothing is fetched while it builds.
+$(VENV)/.docs: $(SOURCES)
+	$(call install,docs)
+
+docs: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.docs)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+SCHEMA := $(BIN)/check-jsonschema --builtin-schema
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA) vendor.citation-file-format CITATION.cff
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -64,4 +77,4 @@ wheel: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check_wheel.sh
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

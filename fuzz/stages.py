@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 import torch
+from sparge.backends.cpu.plan import plan_from
 from torch import Tensor
 
 from sparge import BlockPlan, KeepAll, KeepError, KeepFraction
 from sparge.backends.budget import FACTORS, checked_rows
-from sparge.backends.cpu.plan import plan_from
 from sparge.backends.cpu.prepare import Statistics, prepare
 from sparge.backends.forced import forced_blocks
 from sparge.backends.reference import plan as reference_plan

@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 
 from sparge import KeepFraction, Recipe
-from sparge.dispatch.choose import Backend, modules_of
+from sparge.backend import FixedCost
+from sparge.backends.reference import REFERENCE
+from sparge.call import Call
+from sparge.check import check_call
+from sparge.dispatch import Backend, get_backend
 
+SLOW = FixedCost(False, "slow")
 HALF = Recipe(keep=KeepFraction(0.5), precision="half")
 
 
@@ -25,11 +30,29 @@ def block_mask(n_q=2, n_k=4):
     return mask
 
 
-def fake(name="fake", refusal=lambda h, c: None, slower=lambda h, c: None):
-    modules = modules_of("reference")
-    return Backend(
-        name, "the reference by another name", refusal, slower, modules, lambda h, c: "fake-isa"
-    )
+def a_call(L=2048, **facts):
+    common = {"B": 1, "Hq": 2, "Hk": 2, "Lq": L, "Lk": L, "D": 64, "Dv": 64}
+    plain = {"dtype": torch.float32, "device": "cpu", "scale": 0.125, "recipe": Recipe()}
+    return Call(**{**common, **plain, **facts})
+
+
+def fake(name="fake", refusal=lambda h, c: None, slower=None):
+    """The reference by another name; `slower` is why dense attention is faster."""
+    cost = FixedCost(slower is None, slower or "fast")
+    about = "the reference by another name"
+    return Backend(name, about, REFERENCE.stages, refusal, cost, lambda h, c: "fake-isa")
+
+
+def call_of(q, k, v, **facts):
+    """The metadata of a call on these tensors."""
+    return check_call(q, k, v, enable_gqa=True, **facts)
+
+
+def operands_of(q, k, v, precision, backend, scale=None):
+    """What the attend stage of a backend reads."""
+    call = call_of(q, k, v, recipe=Recipe(precision=precision), scale=scale)
+    stages = get_backend(backend).stages()
+    return stages.prepare(call, q, k, v, to_plan=False, to_attend=True).operands
 
 
 def only(runs):

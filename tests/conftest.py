@@ -6,7 +6,6 @@ A backend registered before collection (`pytest -p your_plugin`) is in the suite
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,20 +13,13 @@ import pytest
 import torch
 
 import sparge
-from calls import fake
+from calls import SLOW, a_call, fake
 from sparge.backends.cpu import library as native
+from sparge.backends.cpu.cost import COST
 from sparge.backends.cpu.crossover import BUILT_IN
-from sparge.backends.reference import attend as reference_attend
-from sparge.call import Call
-from sparge.dispatch.choose import (
-    Backend,
-    Host,
-    backends,
-    get_backend,
-    modules_of,
-    register_backend,
-    unregister_backend,
-)
+from sparge.backends.reference import stages as reference_stages
+from sparge.dispatch import Backend, backends, get_backend, register_backend, unregister_backend
+from sparge.host import Host
 
 # The native core once for each instruction set of this machine, by name: `cpu-avx2`.
 BACKENDS = [
@@ -57,10 +49,8 @@ def backend(request):
 
 
 def serves_fp64(name):
-    sizes = dict.fromkeys(("B", "Hq", "Hk", "Lq", "Lk", "D", "Dv"), 1)
-    call = Call(**sizes, dtype=torch.float64, device="cpu", scale=1.0, recipe=sparge.Recipe())
     backend = get_backend(name.partition("-")[0])
-    return backend.refusal(Host("", ""), call) is None
+    return backend.refusal(Host(), a_call(1, dtype=torch.float64)) is None
 
 
 @pytest.fixture(params=[name for name in BACKENDS if serves_fp64(name)])
@@ -79,9 +69,11 @@ def widest(backend):
 def fixed_crossover(monkeypatch, tmp_path):
     """Routing by fixed numbers: no test measures unless it asks to, or sees the user's cache."""
     monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sparge.dispatch.choose._hosts", {})
-    monkeypatch.setattr("sparge.dispatch.choose._crossover_of", lambda isa, threads: FIXED)
-    monkeypatch.setattr("sparge.backends.cpu.calibrate._turns", {})
+    monkeypatch.setattr(COST, "crossover", lambda: FIXED)
+    monkeypatch.setattr(COST, "_crossovers", {})
+    monkeypatch.setattr(COST, "_failures", {})
+    monkeypatch.setattr(COST, "_measuring", {})
+    monkeypatch.setattr("sparge.dispatch.call_cache._known", {})
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +99,13 @@ def no_work(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("work was begun before the mistake was found")
 
-    for stage in ("make_plan", "quantize", "attend", "attend_dense"):
-        monkeypatch.setattr(f"sparge.execute.{stage}", refuse)
-    monkeypatch.setattr("sparge.api.attend_dense", refuse)
-    monkeypatch.setattr("sparge.backends.reference.sampled_rows.operands_of", refuse)
-    monkeypatch.setattr("sparge.blockplan.plan_of", refuse)
+    for backend in ("reference", "cpu"):
+        for stage in ("prepare", "predict", "select", "attend"):
+            monkeypatch.setattr(f"sparge.backends.{backend}.stages.{stage}", refuse)
+    for place in ("api.attend_dense", "api.quantize", "execute.attend_dense"):
+        monkeypatch.setattr(f"sparge.{place}", refuse)
+    for place in ("execute", "blockplan"):
+        monkeypatch.setattr(f"sparge.{place}.plan_from_mask", refuse)
     monkeypatch.setattr(torch, "logaddexp", refuse)
 
 
@@ -138,17 +132,13 @@ def piped(monkeypatch):
 
 
 @pytest.fixture
-def add_backend(monkeypatch):
-    """Register a backend for one test, the reference but for what is given."""
+def add_backend():
+    """Register a backend for one test: the reference but for what is given."""
     names = []
 
-    def add(name, *, refusal=None, attend=reference_attend.attend):
-        monkeypatch.setitem(sys.modules, f"attend_of_{name}", SimpleNamespace(attend=attend))
-        modules = modules_of("reference")
-        modules["attend"] = f"attend_of_{name}"
-        register_backend(
-            Backend(name, "of a test", lambda h, c: refusal, lambda h, c: "slow", modules)
-        )
+    def add(name, *, refusal=None, cost=SLOW, **stages):
+        module = SimpleNamespace(**{**vars(reference_stages), **stages})
+        register_backend(Backend(name, "of a test", lambda: module, lambda h, c: refusal, cost))
         names.append(name)
 
     yield add

@@ -157,8 +157,7 @@ def test_a_name_is_registered_once(plain):
 ])  # fmt: skip
 def test_allowed_blocks_are_those_of_a_plan(Lq, Lk, causal, offset):
     query, key = torch.zeros(2, 3, Lq, 4), torch.zeros(2, 1, Lk, 4)
-    align = "bottom_right" if offset == Lk - Lq else "top_left"
-    kinds = TokenMask(Lq, Lk, causal, align).block_kinds(query.device)
+    kinds = TokenMask(Lq, Lk, causal, offset).block_kinds(query.device)
     want = 6 * int((kinds != EXCLUDED).sum())
     assert allowed_blocks(query, key, is_causal=causal, offset=offset) == want
 

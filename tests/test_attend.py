@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import sparge
+from calls import operands_of
 from oracle import clustered_qkv, dense, make_qkv, relative_l1
 from sparge import BlockPlan, KeepAll, KeepMass, Recipe
-from sparge.dispatch.choose import get_backend
-from sparge.quantize import quantize
+from sparge.geometry import diagonal_offset
 from sparge.tokenmask import TokenMask
 
 # What 16-bit P and V, and 8-bit P, may cost against the same operands in fp64: half an ulp
@@ -26,8 +26,7 @@ QUANTIZATION_TOLERANCE = {"exact": 5e-6, "half": 1e-2, "int8": 2e-2, "int8-fast"
 
 def operands_in_fp64(q, k, v, precision, backend):
     """The numbers that the kernel reads, dequantized."""
-    scale = q.shape[-1] ** -0.5
-    done = quantize(q, k, v, scale=scale, precision=precision, backend=get_backend(backend))
+    done = operands_of(q, k, v, precision, backend)
     if precision == "half":
         return [x.to(torch.bfloat16).double() for x in (q, k, v)]
     if precision == "exact":
@@ -202,7 +201,7 @@ def test_tokenmask_regions_agree_with_pairs():
     attn_mask = torch.rand(2, 1, 150, 170, generator=g) < 0.5
     attn_mask[:, :, :, 64:128] = False
     for align in ("top_left", "bottom_right"):
-        tokens = TokenMask(150, 170, True, align, attn_mask)
+        tokens = TokenMask(150, 170, True, diagonal_offset(150, 170, align), attn_mask)
         truth, _ = pairs((2, 3, 150, 170), attn_mask=attn_mask, is_causal=True, causal_align=align)
         rows, cols = slice(30, 150), slice(10, 170)
         allowed, bias = tokens.region(1, 2, rows, cols, torch.device("cpu"))

@@ -99,7 +99,7 @@ def test_a_plan_for_something_else(function, plan, error, says):
         pytest.param(
             {"causal_align": "bottom_right", "plan": CAUSAL_PLAN},
             ValueError,
-            ("'top_left'", "'bottom_right'", "leave it out"),
+            ("offset of 0", "'bottom_right'", "leave causal_align out"),
             id="other diagonal",
         ),
         pytest.param(
@@ -189,14 +189,14 @@ def test_plan_from_mask(mask, options, error, says):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        pytest.param({"causal_align": "center"}, ("causal_align", "'center'"), id="diagonal"),
+        pytest.param({"offset": 1 << 50}, ("offset", str(1 << 50)), id="diagonal"),
         pytest.param({"Lq": 500}, ("(2, 4, 4)", "500", "(2, 4, 2)"), id="other length"),
         pytest.param({"Lk": 500}, ("indices", "(2, 4, 2, 8)", "500"), id="other keys"),
         pytest.param(
             {"counts": PLAN.counts.long()}, ("counts", "int32", "torch.int64"), id="counts int64"
         ),
         pytest.param(
-            {"counts": PLAN.counts.flatten()}, ("counts", "int32", "(16,)"), id="counts flat"
+            {"counts": PLAN.counts.flatten()}, ("counts", "[B, Hq, n_q]", "(16,)"), id="counts flat"
         ),
         pytest.param(
             {"allowed": PLAN.allowed[:1]}, ("allowed", "(2, 4, 2)", "(1, 4, 2)"), id="batch of 1"

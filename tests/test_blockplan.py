@@ -69,7 +69,7 @@ def test_equal_looks_at_tensors_and_facts():
     assert not plan.equal(a_plan(seed=1))
     for name, value in {"Lq": 299, "Lk": 499, "is_causal": True, "has_mask": True}.items():
         assert not plan.equal(dataclasses.replace(plan, **{name: value}))
-    assert not plan.equal(dataclasses.replace(plan, causal_align="bottom_right"))
+    assert not plan.equal(dataclasses.replace(plan, offset=200))
 
 
 def test_plans_compare_by_what_they_keep():
@@ -176,7 +176,7 @@ def test_prints_sizes_density_and_a_picture():
 def test_repr_is_one_line_with_the_density():
     plan = a_plan(is_causal=True, align="bottom_right")
     assert f"density {plan.density:.3f}" in repr(plan)
-    assert "causal bottom_right" in repr(plan)
+    assert "causal offset 200" in repr(plan)
     assert "\n" not in repr(plan)
     assert f"density {plan.density:.3f}" in str(plan)
 

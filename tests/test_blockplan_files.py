@@ -28,7 +28,7 @@ def test_file_round_trip_bit_for_bit(tmp_path_factory, Lq, Lk, is_causal, align,
     for name in ("counts", "indices", "allowed"):
         assert getattr(back, name).dtype == getattr(plan, name).dtype
         assert torch.equal(getattr(back, name), getattr(plan, name))
-    for name in ("Lq", "Lk", "is_causal", "causal_align", "has_mask"):
+    for name in ("Lq", "Lk", "is_causal", "offset", "has_mask"):
         assert getattr(back, name) == getattr(plan, name)
         assert type(getattr(back, name)) is type(getattr(plan, name))
     assert back.equal(plan)
@@ -135,7 +135,7 @@ def test_pickles_are_not_opened(tmp_path):
         BlockPlan.load(tmp_path / "plan.pt")
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"format": "sparge.blockplan/2"}])
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"format": "sparge.blockplan/3"}])
 def test_other_formats_are_named(tmp_path, metadata):
     path = tmp_path / "plan.safetensors"
     plan = a_plan()
@@ -143,20 +143,20 @@ def test_other_formats_are_named(tmp_path, metadata):
         {name: getattr(plan, name) for name in ("counts", "indices", "allowed")}, path, metadata
     )
     came = repr((metadata or {}).get("format"))
-    with pytest.raises(ValueError, match=rf"{came}.*sparge\.blockplan/1"):
+    with pytest.raises(ValueError, match=rf"{came}.*sparge\.blockplan/2"):
         BlockPlan.load(path)
 
 
-def write(path, plan, *, drop=(), facts=None, **tensors):
+def write(path, plan, *, drop=(), facts=None, form="sparge.blockplan/2", **tensors):
     """A plan file as somebody might have edited it."""
     kept = {name: getattr(plan, name) for name in ("counts", "indices", "allowed")}
     kept = {name: x.contiguous() for name, x in (kept | tensors).items() if name not in drop}
-    names = ("Lq", "Lk", "is_causal", "causal_align", "has_mask")
+    names = ("Lq", "Lk", "is_causal", "offset", "has_mask")
     text = facts if isinstance(facts, str) else None
     if text is None:
         values = {name: getattr(plan, name) for name in names} | (facts or {})
         text = json.dumps({name: value for name, value in values.items() if name not in drop})
-    metadata = {"format": "sparge.blockplan/1", "plan": text}
+    metadata = {"format": form, "plan": text}
     if "plan" in drop:
         del metadata["plan"]
     path.write_bytes(save(kept, metadata))
@@ -187,7 +187,17 @@ def test_the_writer_of_the_tampered_files_is_itself_right(tmp_path):
         pytest.param({"facts": {"Lk": -256}}, id="Lk negative"),
         pytest.param({"facts": {"Lk": 300}}, id="Lk of more blocks"),
         pytest.param({"facts": {"Lq": 128}}, id="Lq of fewer blocks"),
-        pytest.param({"facts": {"causal_align": "center"}}, id="unknown diagonal"),
+        pytest.param({"facts": {"causal_align": "top_left"}}, id="both diagonals"),
+        pytest.param({"facts": {"offset": 1.0}}, id="offset a float"),
+        pytest.param({"facts": {"offset": 1 << 60}}, id="offset absurd"),
+        pytest.param({"facts": {"offset": 500}}, id="another offset"),
+        pytest.param({"facts": {"error": "boo"}}, id="an error that is no tensor"),
+        pytest.param({"facts": "[" * 100_000 + "]" * 100_000}, id="nested too deeply"),
+        pytest.param({"facts": '{"Lq": 256, "Lq": 256}'}, id="a fact twice"),
+        pytest.param(
+            {name: getattr(CAUSAL, name)[:0] for name in ("counts", "indices", "allowed")},
+            id="no batch",
+        ),
         pytest.param({"facts": {"is_causal": "yes"}}, id="causal a string"),
         pytest.param({"facts": {"is_causal": 1}}, id="causal a number"),
         pytest.param({"facts": {"has_mask": "no"}}, id="has_mask a string"),
@@ -225,4 +235,18 @@ def test_tampered_files_are_refused(tmp_path, changes):
     path = tmp_path / "plan.safetensors"
     write(path, CAUSAL, **changes)
     with pytest.raises(ValueError, match=r"plan\.safetensors is damaged"):
+        BlockPlan.load(path)
+
+
+def test_files_of_format_1_are_read(tmp_path):
+    """They had the alignment of the diagonal in place of its offset."""
+    path = tmp_path / "plan.safetensors"
+    old = {"drop": ("offset",), "form": "sparge.blockplan/1"}
+    for align, offset in (("top_left", 0), ("bottom_right", 200)):
+        plan = a_plan(is_causal=True, align=align)
+        write(path, plan, facts={"causal_align": align}, **old)
+        back = BlockPlan.load(path)
+        assert (back.offset, back) == (offset, plan)
+    write(path, plan, facts={"causal_align": "center"}, **old)
+    with pytest.raises(ValueError, match="causal_align 'center'"):
         BlockPlan.load(path)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -19,8 +23,9 @@ from sparge import KeepFraction, Recipe
 from sparge.backends.cpu import calibrate
 from sparge.backends.cpu import cost_file as cache
 from sparge.backends.cpu import library as native
+from sparge.backends.cpu.cost import COST, CpuCost
 from sparge.backends.cpu.crossover import BUILT_IN, names
-from sparge.dispatch import choose as backends
+from sparge.support.cache_directory import cache_directory
 
 KEY = {"cpu": "Fast", "isa": "avx2", "threads": "1"}
 MEASURED = replace(BUILT_IN, key=KEY, date="2026-01-01", took=1.5, noise=1.1, measured=True)
@@ -35,8 +40,8 @@ def test_what_is_written_is_read():
     assert cache.write(MEASURED) == ""
     assert cache.read(KEY) == (MEASURED, "")
     assert cache.path_of(KEY).parent == Path(os.environ["SPARGE_CACHE"])
-    assert json.loads(cache.path_of(KEY).read_text())["format"] == "sparge.crossover/1"
-    assert os.listdir(cache.directory()) == [cache.path_of(KEY).name]
+    assert json.loads(cache.path_of(KEY).read_text())["format"] == "sparge.crossover/2"
+    assert os.listdir(cache_directory()) == [cache.path_of(KEY).name]
     assert cache.read({**KEY, "threads": "2"})[0] is None
 
 
@@ -48,8 +53,8 @@ def test_what_is_written_is_read():
         (lambda text: "[]", "damaged"),
         (lambda text: "null", "damaged"),
         (
-            lambda text: text.replace("crossover/1", "crossover/2"),
-            "sparge.crossover/2",
+            lambda text: text.replace("crossover/2", "crossover/3"),
+            "sparge.crossover/3",
         ),
         (lambda text: text.replace('"Fast"', '"Slow"'), "another key"),
         (lambda text: text.replace("fp32/64/int8-fast", "fp8/64/int8"), "fp32/64/int8-fast"),
@@ -95,7 +100,7 @@ def test_a_place_that_cannot_be_written(kind, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_may_not_be_written():
-    cache.directory().mkdir(mode=0o500)
+    cache_directory().mkdir(mode=0o500)
     assert "kept in memory" in cache.write(MEASURED)
 
 
@@ -114,7 +119,7 @@ def test_where_each_system_keeps_it(platform, set_to, ends, monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     for name, value in set_to.items():
         monkeypatch.setenv(name, value)
-    assert cache.directory().as_posix() == ends
+    assert cache_directory().as_posix() == ends
 
 
 def test_without_a_home(monkeypatch):
@@ -155,19 +160,17 @@ def test_measuring_gives_a_whole_model(quick):
 
 def test_a_machine_that_is_too_busy_says_so(quick, monkeypatch):
     monkeypatch.setattr(calibrate, "LIMIT", 0.0)
-    with pytest.raises(RuntimeError, match="others are at work"):
+    with pytest.raises(RuntimeError, match="other programs use these cores"):
         calibrate.measure()
 
 
 @pytest.fixture
 def unmeasured(monkeypatch):
     """As on a machine that sparge is new to; `measure` counts and gives MEASURED."""
-    monkeypatch.setattr(backends, "_crossover_of", lambda isa, threads: BUILT_IN)
-    monkeypatch.setattr(backends, "_hosts", {})
-    monkeypatch.setattr(backends, "_changes", backends._changes + 1)
+    monkeypatch.setattr(COST, "crossover", CpuCost.crossover.__get__(COST))
     seen = []
 
-    def measure():
+    def measure(proceed):
         seen.append(threading.current_thread())
         key = {"isa": native.available()[0], "threads": str(torch.get_num_threads())}
         return replace(MEASURED, key=key)
@@ -190,7 +193,7 @@ def test_the_first_call_that_needs_it_measures_and_no_other(unmeasured):
     assert unmeasured == []
     assert "(measured on this machine)" in a_run().reason
     assert unmeasured[0] is not threading.current_thread()
-    assert len(os.listdir(cache.directory())) == 1
+    assert len(os.listdir(cache_directory())) == 1
     assert "(measured on this machine)" in a_run().reason
     assert "measured on" in sparge.explain(*tensors(Lq=1024, Lk=1024), recipe=RECIPE).reason
     assert len(unmeasured) == 1
@@ -202,7 +205,7 @@ def test_the_first_call_that_needs_it_measures_and_no_other(unmeasured):
 def test_measuring_that_fails_is_tried_once_and_fails_no_call(unmeasured, monkeypatch):
     tries = []
 
-    def fail():
+    def fail(proceed):
         tries.append(1)
         raise MemoryError("none left")
 
@@ -223,10 +226,10 @@ def test_a_measurement_that_cannot_be_kept_holds_in_memory(unmeasured, monkeypat
 def test_threads_that_come_while_it_is_measured_do_not_wait(unmeasured, monkeypatch):
     begun, go_on, measure = threading.Event(), threading.Event(), calibrate.measure
 
-    def slowly():
+    def slowly(proceed):
         begun.set()
         assert go_on.wait(30)
-        return measure()
+        return measure(proceed)
 
     monkeypatch.setattr(calibrate, "measure", slowly)
     first = threading.Thread(target=a_run)
@@ -252,6 +255,108 @@ def test_nothing_is_measured_or_read_while_a_graph_is_traced(unmeasured, monkeyp
     assert "(measured on this machine)" in only(runs).reason, "by the op, when it ran"
     assert len(unmeasured) == 1
     torch._dynamo.reset()
+
+
+def test_calibration_inside_a_call_can_be_turned_off(unmeasured, monkeypatch):
+    monkeypatch.setenv("SPARGE_CALIBRATE", "0")
+    run = a_run()
+    assert (unmeasured, run.cost_source) == ([], "estimate")
+    assert "built-in estimate" in run.reason
+    monkeypatch.setenv("SPARGE_CALIBRATE", "no")
+    with pytest.raises(ValueError, match=r"SPARGE_CALIBRATE must be 0 .* or 1, got no"):
+        a_run()
+    monkeypatch.setenv("SPARGE_CALIBRATE", "1")
+    assert a_run().cost_source == "measured"
+    assert len(unmeasured) == 1
+
+
+def test_a_failure_is_kept_and_shown(unmeasured, monkeypatch, capsys):
+    def fail(proceed):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(calibrate, "measure", fail)
+    monkeypatch.setattr("sparge.cli.doctor.check_backends", lambda device: [])
+    run = a_run()
+    assert run.cost_source == "estimate"
+    assert "calibration failed: MemoryError: none left" in run.reason
+    assert run_json(["doctor"], capsys)["crossover"]["failure"] == "MemoryError: none left"
+    assert "calibration failed" in run_text(["doctor"], capsys)
+
+
+def test_an_interrupted_calibration_ends_its_thread_and_is_tried_again(unmeasured, monkeypatch):
+    """Ctrl-C: the thread was left running native code, and nothing was measured afterwards."""
+    measure, ended = calibrate.measure, threading.Event()
+
+    def interrupted(proceed):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            for _ in range(3000):
+                time.sleep(0.01)
+                proceed(0.0)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(calibrate, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a_run()
+    assert ended.is_set()
+    assert "sparge-calibrate" not in {thread.name for thread in threading.enumerate()}
+    assert not cache_directory().exists()
+    monkeypatch.setattr(calibrate, "measure", measure)
+    assert a_run().cost_source == "measured"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_ctrl_c_in_a_real_calibration_ends_the_process_as_python_does(tmp_path):
+    code = (
+        "import os, signal, threading, time, torch, sparge\n"
+        "def interrupt():\n"
+        "    while 'sparge-calibrate' not in {t.name for t in threading.enumerate()}:\n"
+        "        time.sleep(0.001)\n"
+        "    time.sleep(0.2); os.kill(os.getpid(), signal.SIGINT)\n"
+        "threading.Thread(target=interrupt, daemon=True).start()\n"
+        "x = torch.randn(1, 2, 2048, 64)\n"
+        "try:\n    sparge.attention(x, x, x)\n"
+        "except KeyboardInterrupt:\n    print('interrupted')\n"
+        "with sparge.record() as runs:\n    sparge.attention(x, x, x)\n"
+        "print(runs[0].cost_source)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SPARGE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stderr == ""
+    assert done.stdout == "interrupted\nmeasured\n"
+    assert done.returncode == 0
+
+
+# --- a machine that was busy ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "facts, hours, again",
+    [
+        ({}, 2, False),
+        ({"noise": 1.8}, 0, False),
+        ({"noise": 1.8}, 2, True),
+        ({"busy": 0.5}, 2, True),
+        ({"noise": 1.8, "date": "yesterday"}, 0, True),
+    ],
+)
+def test_a_measurement_of_a_busy_machine_is_repeated_later(unmeasured, facts, hours, again):
+    """In another process: this one has read what an earlier one wrote."""
+    date = (datetime.now(timezone.utc) - timedelta(hours=hours)).isoformat()
+    key = cache.key_of(native.available()[0], torch.get_num_threads())
+    earlier = replace(MEASURED, key=key, **{"date": date, **facts})
+    assert cache.write(earlier) == ""
+    run = a_run()
+    assert run.cost_source == "measured"
+    assert ("while it was busy" in run.reason) == (bool(facts) and not again)
+    assert len(unmeasured) == again
+    a_run()
+    assert len(unmeasured) == again
 
 
 # --- doctor and the environment ---------------------------------------------------------------

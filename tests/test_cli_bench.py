@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -175,8 +176,8 @@ def test_no_numbers_of_a_row_that_is_wrong(green, eager_flex, add_backend, capsy
     """The gate's cases are short; a fault may wait for a longer one."""
 
     def attend_worse(*args, **kwargs):
-        out, lse, pv_skips = attend_wrongly(*args, **kwargs)
-        return out * 1.2, lse, pv_skips
+        done = attend_wrongly(*args, **kwargs)
+        return replace(done, out=done.out * 1.2)
 
     add_backend("wrong", attend=attend_worse)
     assert main([*TINY, "--causal", "--backends", "wrong", "--contenders", "wrong 40%"]) == 1

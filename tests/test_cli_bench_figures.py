@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from sparge import KeepFraction, Recipe, make_plan
 from sparge.accuracy import sample_rows
 from sparge.backends.cpu import library as native
+from sparge.backends.reference import stages as reference_stages
 from sparge.blockplan import BlockPlan
-from sparge.dispatch.choose import Backend, modules_of, register_backend, unregister_backend
 from sparge.report import gate, peak
 from sparge.report.entries import WANTED
 from sparge.report.measure import (
@@ -138,23 +135,16 @@ def test_the_gate_runs_what_will_be_measured():
         assert {check.isa for check in checks} == {native.chosen_isa(native.available())}
 
 
-def test_the_gate_finds_blocks_that_are_not_the_references(monkeypatch):
-    from sparge.backends.reference import plan as reference
-
-    def first_blocks(query, key, tokens, *, scale, recipe):
-        plan = reference.make_plan(query, key, tokens, scale=scale, recipe=recipe)
+def test_the_gate_finds_blocks_that_are_not_the_references(monkeypatch, add_backend):
+    def first_blocks(call, prepared, mass, tokens):
+        plan = reference_stages.select(call, prepared, mass, tokens)
         n_k = plan.indices.shape[-1]
         facts = {"Lq": plan.Lq, "Lk": plan.Lk, "is_causal": plan.is_causal}
         return BlockPlan.from_mask(torch.arange(n_k) < plan.counts[..., None], **facts)
 
     monkeypatch.setattr(gate, "SPARSE_LENGTH", 500)
-    monkeypatch.setitem(sys.modules, "lazy_plan", SimpleNamespace(make_plan=first_blocks))
-    modules = modules_of("reference") | {"plan": "lazy_plan"}
-    register_backend(Backend("lazy", "", lambda h, c: None, lambda h, c: None, modules))
-    try:
-        checks = gate.check_sparse(["lazy"])
-    finally:
-        unregister_backend("lazy")
+    add_backend("lazy", select=first_blocks)
+    checks = gate.check_sparse(["lazy"])
     assert {check.verdict for check in checks} == {"failed"}
     assert all("of its blocks are not those of the reference" in check.why for check in checks)
 

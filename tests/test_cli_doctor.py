@@ -11,7 +11,7 @@ import torch
 import sparge
 from cli_runs import EXPLAIN, WHY, attend_wrongly, complaint, run_json, run_text
 from sparge import Recipe
-from sparge.dispatch.choose import backends
+from sparge.dispatch import backends
 from sparge.report import machine
 
 pytestmark = pytest.mark.usefixtures("piped")
@@ -30,7 +30,7 @@ def test_doctor_checks_every_backend(capsys, monkeypatch):
     assert found["environment"]["SPARGE_TEST_NOTE"] == "here"
     names = [backend.name for backend in backends()]
     judged = found["backends"][0]
-    assert judged["call"] == "[1, 32/8, 8192, 128] bfloat16 on cpu causal top_left"
+    assert judged["call"] == "[1, 32/8, 8192, 128] bfloat16 on cpu causal"
     assert [row["backend"] for row in judged["rows"]] == [*names, "dense"]
     assert [row["serves"] for row in judged["rows"]][-2:] == ["yes", "yes"]
     assert sum(row["auto"].startswith("takes it") for row in judged["rows"]) == 1
@@ -117,7 +117,7 @@ def test_explain_every_option(capsys, tmp_path):
     argv = "explain --shape 4,32,8388608,128 --kv-heads 8 --kv-length 9000000 --value-dim 64"
     argv += f" --dtype fp16 --causal --align bottom_right --backend reference --lse --recipe {file}"
     found = run_json(argv.split(), capsys)
-    call = "[4, 32/8, 8388608x9000000, 128/64] float16 on cpu causal bottom_right"
+    call = "[4, 32/8, 8388608x9000000, 128/64] float16 on cpu causal offset 611392"
     assert found["call"] == call
     assert found["return_lse"] is True
     assert found["recipe"] == json.loads(file.read_text())

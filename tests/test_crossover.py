@@ -8,36 +8,30 @@ import pytest
 import torch
 
 import sparge
-from calls import only, tensors
+from calls import a_call, only, tensors
 from sparge import KeepAll, KeepFraction, KeepMass, Recipe
+from sparge.backends.cpu.cost import COST, FEWEST_PAIRS
 from sparge.backends.cpu.crossover import (
     BUILT_IN,
     CLEARLY,
-    DENSE,
     DENSE_LSE,
-    Cost,
+    DENSE_WAY,
     Crossover,
+    UnitCosts,
     allowed_pairs,
     block_pairs,
     expected_density,
     names,
 )
-from sparge.call import Call
-from sparge.dispatch import choose as backends
-from sparge.dispatch.choose import FEWEST_PAIRS, choose, host
+from sparge.dispatch import choose
+from sparge.geometry import diagonal_offset
 from sparge.tokenmask import EXCLUDED, TokenMask
-
-
-def a_call(L=2048, **facts):
-    common = {"B": 1, "Hq": 2, "Hk": 2, "Lq": L, "Lk": L, "D": 64, "Dv": 64}
-    plain = {"dtype": torch.float32, "device": "cpu", "scale": 0.125, "recipe": Recipe()}
-    return Call(**{**common, **plain, **facts})
 
 
 def model(ours=1e-9, dense=1e-9, lse=7e-9, token=0.0, call=0.0, measured=True):
     """The same for every dtype and head dim."""
-    costs = {DENSE: Cost(0.0, 0.0, dense), DENSE_LSE: Cost(0.0, 0.0, lse)}
-    our_cost = Cost(call, token, ours)
+    costs = {DENSE_WAY: UnitCosts(0.0, 0.0, dense), DENSE_LSE: UnitCosts(0.0, 0.0, lse)}
+    our_cost = UnitCosts(call, token, ours)
     return Crossover(
         {name: costs.get(name.split("/")[2], our_cost) for name in names()}, measured=measured
     )
@@ -48,11 +42,19 @@ def use(monkeypatch):
     """Route by a model from now on."""
 
     def use(crossover):
-        monkeypatch.setattr(backends, "_crossover_of", lambda isa, threads: crossover)
-        monkeypatch.setattr(backends, "_hosts", {})
-        monkeypatch.setattr(backends, "_changes", backends._changes + 1)
+        monkeypatch.setattr(COST, "crossover", lambda: crossover)
+        monkeypatch.setattr("sparge.dispatch.call_cache._known", {})
 
     return use
+
+
+@pytest.fixture
+def chosen(use):
+    def chosen(crossover, **facts):
+        use(crossover)
+        return choose(a_call(**facts))
+
+    return chosen
 
 
 # --- what is counted --------------------------------------------------------------------------
@@ -63,8 +65,9 @@ LENGTHS = [(300, 300), (300, 500), (500, 300), (1, 700), (130, 64)]
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("Lq, Lk", LENGTHS)
 def test_pairs_are_those_of_the_token_mask(Lq, Lk, align):
-    call = a_call(Lq=Lq, Lk=Lk, is_causal=True, causal_align=align)
-    tokens = TokenMask(Lq, Lk, True, align)
+    offset = diagonal_offset(Lq, Lk, align)
+    call = a_call(Lq=Lq, Lk=Lk, is_causal=True, offset=offset)
+    tokens = TokenMask(Lq, Lk, True, offset)
     allowed, _ = tokens.region(0, 0, slice(None), slice(None), torch.device("cpu"))
     assert allowed_pairs(call) == int(allowed.sum())
     assert allowed_pairs(replace(call, is_causal=False)) == Lq * Lk
@@ -82,7 +85,7 @@ def test_dense_attention_skips_the_upper_half_only_of_a_plain_diagonal():
     assert costs.predict_dense(causal) == pytest.approx(1024 * 1025 * 1e-9)
     assert costs.predict_dense(replace(causal, has_mask=True)) == pytest.approx(square * 1e-9)
     assert costs.predict_dense(replace(causal, return_lse=True)) == pytest.approx(square * 7e-9)
-    longer = replace(causal, Lk=2048, causal_align="bottom_right")
+    longer = replace(causal, Lk=2048, offset=1024)
     assert costs.predict_dense(longer) == pytest.approx(2 * square * 1e-9)
 
 
@@ -121,11 +124,7 @@ def test_the_density_that_is_expected_before_planning():
 # --- before the plan --------------------------------------------------------------------------
 
 
-def chosen(crossover, **facts):
-    return choose(replace(host(), crossover=crossover), a_call(**facts))
-
-
-def test_the_faster_one_is_taken_and_the_reason_has_both_numbers():
+def test_the_faster_one_is_taken_and_the_reason_has_both_numbers(chosen):
     recipe = Recipe(KeepFraction(0.5), predictor="mean")
     fast = chosen(model(ours=1e-9), recipe=recipe)
     assert fast.backend == "cpu"
@@ -136,23 +135,24 @@ def test_the_faster_one_is_taken_and_the_reason_has_both_numbers():
     slow = chosen(model(ours=2e-9, measured=False), recipe=recipe)
     assert (slow.backend, slow.routed_to_dense) == ("dense", True)
     assert slow.rejected["cpu"] == (
-        "predicted 8.39 ms at density 0.50, dense attention 8.39 ms (by the built-in estimate)"
+        "predicted 8.39 ms at density 0.50, dense attention 8.39 ms (built-in estimate, nothing "
+        "was measured)"
     )
 
 
-def test_ours_must_be_clearly_faster():
+def test_ours_must_be_clearly_faster(chosen):
     recipe = Recipe(KeepAll())
     assert chosen(model(ours=(CLEARLY - 0.01) * 1e-9), recipe=recipe).backend == "cpu"
     assert chosen(model(ours=(CLEARLY + 0.01) * 1e-9), recipe=recipe).backend == "dense"
 
 
-def test_an_lse_makes_dense_attention_dear():
+def test_an_lse_makes_dense_attention_dear(chosen):
     recipe = Recipe(KeepAll())
     assert chosen(model(ours=2e-9), recipe=recipe).backend == "dense"
     assert chosen(model(ours=2e-9), recipe=recipe, return_lse=True).backend == "cpu"
 
 
-def test_a_mask_makes_ours_dearer():
+def test_a_mask_makes_ours_dearer(chosen):
     recipe = Recipe(KeepAll())
     assert chosen(model(ours=0.8e-9), recipe=recipe).backend == "cpu"
     assert chosen(model(ours=0.8e-9), recipe=recipe, has_mask=True).backend == "dense"
@@ -170,7 +170,7 @@ def test_a_mask_makes_ours_dearer():
         ({"needs_grad": True}, "gradient of dense attention is faster"),
     ],
 )
-def test_what_goes_dense_without_any_number(facts, why):
+def test_what_goes_dense_without_any_number(chosen, facts, why):
     choice = chosen(model(ours=1e-15), **facts)
     assert (choice.backend, choice.routed_to_dense, choice.estimate) == ("dense", True, None)
     assert why in choice.rejected["cpu"]
@@ -200,7 +200,7 @@ def test_a_plan_that_keeps_nearly_all_goes_dense_and_the_record_says_so(use):
     )
     assert run.rejected["cpu"] == run.reason
     assert "dense" not in run.rejected
-    assert {"plan", "quantize", "attend"} <= set(run.seconds)
+    assert {"prepare", "predict", "select", "attend"} <= set(run.seconds)
     assert (run.density, run.sparsity) == (1.0, 0.0)
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import sparge
 from calls import EXACT, HALF, only, tensors
+from oracle import dense, make_qkv, relative_l1
 from sparge import KeepAll, KeepFraction, Recipe
 
 # --- dense attention --------------------------------------------------------------------------
@@ -318,3 +319,23 @@ def test_a_float32_bias_beyond_float16_stays_a_number():
     for bias in (high, low):
         found = sparge.attention(q, k, v, attn_mask=bias)
         assert torch.allclose(found, v[:, :, 7:8].expand_as(found), atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, -1e-3], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scales_that_are_not_positive_under_a_diagonal(dtype, scale):
+    """torch's causal kernel gives NaN rows for them."""
+    q, k, v = make_qkv(Hq=2, Lq=200, D=16, dtype=dtype)
+    options = {"is_causal": True, "scale": scale}
+    truth, _ = dense(q, k, v, **options)
+    for backend in ("dense", "auto"):
+        out = sparge.attention(q, k, v, **options, backend=backend)
+        assert relative_l1(out, truth) < (1e-5 if dtype == torch.float32 else 0.02)
+        packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+        cuts = torch.tensor([0, 200])
+        found = sparge.attention_varlen(*packed, cuts, cuts, **options, backend=backend)
+        assert torch.equal(found.transpose(0, 1)[None], out)
+    x = q.float().requires_grad_()
+    recipe = sparge.Recipe(precision="exact")
+    sparge.attention(x, k.float(), v.float(), **options, recipe=recipe).sum().backward()
+    assert x.grad.isfinite().all()

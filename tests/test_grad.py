@@ -10,6 +10,7 @@ import torch
 import sparge
 from oracle import make_qkv, over_tokens, pairs
 from sparge import KeepAll, KeepMass, Recipe
+from sparge.backends.reference import stages as reference_stages
 
 
 def textbook(q, k, v, kept, **options):
@@ -131,7 +132,7 @@ def test_the_op_itself_has_a_gradient_or_says_why_not():
     q, k, v = leaves(*make_qkv(Hq=2, Lq=20, D=8))
 
     def op(recipe, backend):
-        facts = (True, "top_left", 0.3, recipe.to_json(), False, True, backend)
+        facts = (True, 0, 0.3, recipe.to_json(), False, True, backend)
         return torch.ops.sparge.attention(q, k, v, None, None, *facts)[0]
 
     with pytest.raises(ValueError, match="'int8', which has no gradient"):
@@ -142,3 +143,50 @@ def test_the_op_itself_has_a_gradient_or_says_why_not():
         found = torch.autograd.grad(op(Recipe(), backend).square().sum(), (q, k, v))
         for a, b in zip(found, truth, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", ["attention", "attend"])
+def test_second_derivatives_raise(backend, function):
+    """They came back silently wrong: the first gradient was taken for a constant."""
+    q, k, v = leaves(*make_qkv(Hq=1, Lq=20, D=8))
+    options = {"recipe": Recipe(precision="exact"), "backend": backend}
+    if function == "attend":
+        plan = sparge.make_plan(q, k, **options)
+        out, _ = sparge.attend(q, k, v, plan, **options)
+    else:
+        out = sparge.attention(q, k, v, **options)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    assert grad.requires_grad
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.square().sum().backward()
+
+
+def test_second_derivatives_of_the_dense_route_are_torchs():
+    q, k, v = leaves(*make_qkv(Hq=1, Lq=20, D=8))
+    # With an LSE dense attention is computed in plain torch, which differentiates it twice.
+    out, _ = sparge.attention(q, k, v, recipe=Recipe(precision="exact"), return_lse=True)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    (twice,) = torch.autograd.grad(grad.square().sum(), q)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        plain = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    (first,) = torch.autograd.grad(plain.square().sum(), q, create_graph=True)
+    (truth,) = torch.autograd.grad(first.square().sum(), q)
+    torch.testing.assert_close(twice, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_the_backward_runs_on_the_backend_of_the_environment(add_backend, monkeypatch):
+    """With `backend="auto"` the forward obeyed it and the backward ran on another."""
+    ran = []
+
+    def backward(*args):
+        ran.append("mine")
+        return reference_stages.backward(*args)
+
+    add_backend("mine", backward=backward)
+    monkeypatch.setenv("SPARGE_BACKEND", "mine")
+    q, k, v = leaves(*make_qkv(Hq=1, Lq=20, D=8))
+    sparge.attention(q, k, v, recipe=Recipe(precision="exact")).sum().backward()
+    assert ran == ["mine"]
+    monkeypatch.setenv("SPARGE_BACKEND", "reference")
+    sparge.attention(q, k, v, recipe=Recipe(precision="exact")).sum().backward()
+    assert ran == ["mine"]

@@ -17,45 +17,74 @@ from conftest import BACKENDS
 SRC = Path(sparge.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-# A module may import from its own floor or below, never from above.
+# Every root module and every folder is a floor of its own, and imports from floors above it in this
+# list only: so no two folders import each other. `backends.*` are apart, too.
 FLOORS = [
-    {"errors", "geometry", "support", "recipe"},
-    {"tokenmask", "qtensor", "call", "blockplan", "exact"},
-    {"check", "dispatch", "record", "fingerprint", "profile", "backends", "plan", "quantize"}
-    | {"attend"},
-    {"execute"},
-    {"ops", "merge"},
-    {"api", "varlen"},
-    {"accuracy"},
-    {"integrations"},
-    {"__init__", "synthetic", "zoo", "compat"},
-    {"report", "evaluate", "lm_eval", "tune"},
-    {"cli", "__main__"},
+    "errors",
+    "support",
+    "geometry",
+    "recipe",
+    "call",
+    "tokenmask",
+    "qtensor",
+    "exact",
+    "blockplan",
+    "stages",
+    "host",
+    "backend",
+    "check",
+    "backends",
+    "backends.reference",
+    "backends.cpu",
+    "dispatch",
+    "record",
+    "execute",
+    "ops",
+    "merge",
+    "api",
+    "varlen",
+    "accuracy",
+    "fingerprint",
+    "profile",
+    "integrations",
+    "__init__",
+    "synthetic",
+    "zoo",
+    "report",
+    "evaluate",
+    "tune",
+    "compat",
+    "lm_eval",
+    "cli",
+    "__main__",
 ]
+APART = ("backends",)
+"""Folders whose own folders are floors."""
 
 
-def floor_of(module: str) -> int:
-    (floor,) = [i for i, names in enumerate(FLOORS) if module in names]
-    return floor
+def floor_of(module: tuple[str, ...]) -> str:
+    """The floor of a module, such as ("backends", "cpu", "cost")."""
+    deep = ".".join(module[:2])
+    return deep if module[0] in APART and deep in FLOORS else module[0]
 
 
 def imports_of(file: Path) -> set[str]:
-    """Top-level sparge modules that a file imports, relative or absolute."""
-    depth = len(file.relative_to(SRC).parts)
-    found = set()
+    """Floors that a file imports, relative or absolute."""
+    package = file.relative_to(SRC).parts[:-1]
+    found: set[tuple[str, ...]] = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            if node.level == depth:
-                found |= (
-                    {node.module.split(".")[0]} if node.module else {a.name for a in node.names}
-                )
-            elif node.level == 0 and (node.module or "").split(".")[0] == "sparge":
-                rest = node.module.split(".")[1:]
-                found |= {rest[0]} if rest else {"__init__"}
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            base += tuple((node.module or "").split(".")) if node.module else ()
+            found |= {(*base, alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sparge":
+            base = tuple(node.module.split(".")[1:])
+            found |= {(*base, alias.name) for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("sparge.")}
-            found |= {"__init__" for a in node.names if a.name == "sparge"}
-    return found
+            names = [alias.name.split(".") for alias in node.names]
+            found |= {tuple(name[1:]) or ("__init__",) for name in names if name[0] == "sparge"}
+    floors = {floor_of(name) for name in found if name}
+    return {name if name in FLOORS else "__init__" for name in floors}
 
 
 def test_imports_point_one_way():
@@ -63,17 +92,35 @@ def test_imports_point_one_way():
     assert len(files) > 20
     for file in files:
         relative = file.relative_to(SRC)
-        own = relative.parts[0].removesuffix(".py")
+        own = floor_of(relative.with_suffix("").parts)
         for name in imports_of(file) - {own}:
-            name = name if any(name in floor for floor in FLOORS) else "__init__"
-            assert floor_of(name) <= floor_of(own), f"{relative} imports {name} from above"
+            assert FLOORS.index(name) < FLOORS.index(own), f"{relative} imports {name} from above"
 
 
-def test_no_stage_calls_an_earlier_one():
-    for verb, forbidden in (("attend", {"plan", "quantize"}), ("quantize", {"plan", "attend"})):
-        for file in (SRC / verb).glob("*.py"):
-            assert not imports_of(file) & forbidden, file.name
-    assert not any("attend" in imports_of(file) for file in (SRC / "plan").glob("*.py"))
+def test_every_floor_is_there():
+    for name in FLOORS:
+        place = SRC.joinpath(*name.split("."))
+        assert place.is_dir() or place.with_suffix(".py").exists(), name
+
+
+def test_no_optimized_backend_imports_the_reference():
+    for file in (SRC / "backends" / "cpu").glob("*.py"):
+        assert "backends.reference" not in imports_of(file), file.name
+
+
+def test_no_stage_calls_a_later_one():
+    """prepare → predict → select → attend: a stage imports none that runs after it."""
+    stages = ("prepare", "predict", "select", "attend")
+    for backend in ("reference", "cpu"):
+        for i, stage in enumerate(stages):
+            tree = ast.parse((SRC / "backends" / backend / f"{stage}.py").read_text())
+            modules = {
+                node.module or alias.name
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and node.level == 1
+                for alias in node.names
+            }
+            assert not modules & set(stages[i + 1 :]), f"{backend}/{stage}"
 
 
 def run(code: str) -> str:
@@ -124,9 +171,9 @@ def test_the_suite_poisons_memory():
 def test_a_registered_backend_is_in_the_suite(tmp_path):
     """Registering is all that a backend from elsewhere does to be tested."""
     (tmp_path / "mine.py").write_text(
-        "from sparge.dispatch.choose import *\n"
-        "modules = modules_of('reference')\n"
-        "register_backend(Backend('mine', '', lambda h, c: None, lambda h, c: None, modules))\n"
+        "import sparge\n"
+        "from sparge.backends.reference import REFERENCE\n"
+        "sparge.register_backend(sparge.Backend('mine', '', REFERENCE.stages))\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mine", "-p", "no:cacheprovider"]
     test = str(ROOT / "tests" / "test_attend.py")

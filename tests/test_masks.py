@@ -160,3 +160,19 @@ def test_left_padding_with_causal_is_two_arguments(backend):
     both = padding & torch.ones(200, 200, dtype=torch.bool).tril()
     same = sparge.attention(q, k, v, attn_mask=both, recipe=EXACT, backend=backend)
     assert torch.equal(out, same)
+
+
+@pytest.mark.rule("6.3")
+def test_blocks_that_a_mask_hides_are_not_counted_by_attend(backend):
+    """A plan made without the mask counted them as allowed."""
+    q, k, v = make_qkv(Hq=2, Lq=200, Lk=300, D=16)
+    mask = torch.ones(200, 300, dtype=torch.bool)
+    mask[:, 64:192] = False
+    plan = sparge.make_plan(q, k, recipe=Recipe(KeepAll()), backend=backend)
+    options = {"attn_mask": mask, "recipe": Recipe(precision="exact"), "backend": backend}
+    with sparge.record() as runs:
+        out, _ = sparge.attend(q, k, v, plan, **options)
+        whole = sparge.attention(q, k, v, **{**options, "recipe": EXACT})
+    assert [run.allowed for run in runs] == [2 * 2 * 3] * 2
+    assert [run.kept for run in runs] == [2 * 2 * 3] * 2
+    assert torch.equal(out, whole)

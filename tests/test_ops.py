@@ -15,7 +15,7 @@ RECIPES = {p: Recipe(KeepMass(0.7), precision=p) for p in ("int8", "int8-fast", 
 
 
 def facts(precision):
-    return True, "top_left", 0.25, RECIPES[precision].to_json()
+    return True, 0, 0.25, RECIPES[precision].to_json()
 
 
 def all_pass(results):
@@ -29,15 +29,9 @@ def test_opcheck_of_every_stage(backend, precision):
     call = facts(precision)
     mask = torch.ones(1, 1, 1, 200, dtype=torch.bool)
     all_pass(opcheck(ops.plan, (q, k, mask, None, *call, backend)))
-    plan = ops.plan(q, k, None, None, *call, backend)
-    if precision in ("int8", "int8-fast"):
-        all_pass(opcheck(ops.quantize, (q, k, v, *call, backend)))
-        *q_and_k, codes, v_scale, shift = ops.quantize(q, k, v, *call, backend)
-        given = codes if precision == "int8-fast" else v
-        operands = (*q_and_k, given, v_scale, shift, mask)
-        args = (*operands, *plan, *call, torch.float32, 1, 1, backend)
-        all_pass(opcheck(ops.attend_quantized, args))
-    else:
+    *plan, _ = ops.plan(q, k, None, None, *call, backend)
+    all_pass(opcheck(ops.attend, (q, k, v, mask, *plan, *call, backend)))
+    if precision in ("half", "exact"):
         wanting = [x.clone().requires_grad_() for x in (q, k, v)]
         all_pass(opcheck(ops.attend, (*wanting, mask, *plan, *call, backend)))
         all_pass(opcheck(ops.attention, (*wanting, mask, None, *call, True, True, backend)))
@@ -60,9 +54,8 @@ def test_opcheck_of_the_dense_route_and_of_varlen():
         )
     packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
     cuts = torch.tensor([0, 60, 200])
-    all_pass(
-        opcheck(ops.attention_varlen, (*packed, cuts, cuts, *facts("int8"), True, "reference"))
-    )
+    by_name = (True, "bottom_right", *facts("int8")[2:])
+    all_pass(opcheck(ops.attention_varlen, (*packed, cuts, cuts, *by_name, True, "reference")))
 
 
 @pytest.fixture

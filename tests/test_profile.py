@@ -212,7 +212,7 @@ def test_a_damaged_file_says_so(tmp_path):
         with pytest.raises(ValueError, match="not a usable profile"):
             Profile.load(path)
     path.write_bytes(b"\x80\x04\x95pickle")
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match="UTF-8"):
         Profile.load(path)
     with pytest.raises(FileNotFoundError):
         Profile.load(tmp_path / "none.json")
@@ -304,7 +304,7 @@ def test_a_file_nested_too_deeply_is_refused(tmp_path, inside):
 
 
 def test_what_is_no_file_of_its_own_is_refused():
-    with pytest.raises(ValueError, match="/dev/zero must be a regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         Profile.load("/dev/zero")
 
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparge
+from calls import call_of, operands_of
 from oracle import dense, make_qkv, relative_l1
 from sparge import KeepAll, QTensor, Recipe
-from sparge.attend import attend
 from sparge.backends.reference import prepare as slow
-from sparge.blockplan import plan_of
-from sparge.dispatch.choose import get_backend
-from sparge.quantize import quantize
+from sparge.backends.reference import stages
+from sparge.blockplan import plan_from_mask
+from sparge.stages import Prepared
 from sparge.tokenmask import TokenMask
 
 
@@ -24,7 +24,7 @@ from sparge.tokenmask import TokenMask
 def test_the_mean_is_per_batch_and_key_head(backend):
     q, k, v = make_qkv(B=2, Hq=4, Hk=2, Lq=150, D=16)
     k += torch.arange(4.0).reshape(2, 2, 1, 1)
-    done = quantize(q, k, v, scale=0.25, precision="int8", backend=get_backend(backend))
+    done = operands_of(q, k, v, "int8", backend, scale=0.25)
     expected = k.double() - k.double().mean(2, keepdim=True)
     step = done.key.row_scale().unsqueeze(-1)
     assert ((done.key.dequantize() - expected).abs() <= 0.5 * step + 1e-6).all()
@@ -57,7 +57,7 @@ def test_smoothing_changes_nothing_but_the_error(backend):
 @pytest.mark.rule("1.4")
 def test_lse_shift_is_what_smoothing_took(backend):
     q, k, v = make_qkv(Hq=4, Hk=2, Lq=100, D=16)
-    done = quantize(q, k, v, scale=0.3, precision="int8", backend=get_backend(backend))
+    done = operands_of(q, k, v, "int8", backend, scale=0.3)
     mean = k.double().mean(2, keepdim=True).repeat_interleave(2, 1)
     expected = (q.double() * mean).sum(-1) * 0.3
     assert torch.allclose(done.lse_shift.double(), expected, atol=1e-5)
@@ -67,7 +67,7 @@ def test_lse_shift_is_what_smoothing_took(backend):
 @pytest.mark.parametrize("precision", ["half", "exact"])
 def test_unquantized_precisions_read_the_tensors_as_they_are(backend, precision):
     q, k, v = make_qkv(Lq=100, D=16)
-    done = quantize(q, k, v, scale=0.3, precision=precision, backend=get_backend(backend))
+    done = operands_of(q, k, v, precision, backend, scale=0.3)
     assert done.query is q
     assert done.key is k
     assert done.value is v
@@ -110,7 +110,7 @@ def test_codes_are_those_of_a_division(backend, dtype, size):
     x[2::3] = torch.nextafter(x[2::3], torch.tensor(-math.inf))
     x[:, 17] = size * torch.rand(300, generator=g).clamp(min=0.3)  # the largest of some rows
     x = x.to(dtype).view(1, 1, 300, 40)
-    done = quantize(x, x, x, scale=1.0, precision="int8-fast", backend=get_backend(backend))
+    done = operands_of(x, x, x, "int8-fast", backend, scale=1.0)
     for codes, scale in (
         (done.query.codes, done.query.scale[..., None]),
         (done.value.codes, done.value.scale.repeat_interleave(64, 2)[:, :, :300]),
@@ -125,7 +125,7 @@ def test_an_all_zero_group_has_scale_zero(backend):
     q[:, :, 3] = 0
     v[..., 2] = 0
     for precision in ("int8", "int8-fast"):
-        done = quantize(q, k, v, scale=1.0, precision=precision, backend=get_backend(backend))
+        done = operands_of(q, k, v, precision, backend, scale=1.0)
         assert (done.query.row_scale()[:, :, 3] == 0).all()
         assert (done.query.dequantize()[:, :, 3] == 0).all()
     assert (done.value.scale[..., 2] == 0).all()
@@ -143,16 +143,9 @@ def test_every_granularity_attends(rows):
     assert operands.query.rows_per_scale == rows
     assert operands.query.scale.shape == (1, 4, math.ceil(200 / rows))
     tokens = TokenMask(200, 200)
-    plan = plan_of(torch.ones(1, 4, 2, 4, dtype=torch.bool), tokens)
-    done = attend(
-        operands,
-        plan,
-        tokens,
-        scale=0.2,
-        recipe=Recipe(precision="int8"),
-        dtype=torch.float32,
-        backend=get_backend("reference"),
-    )
+    plan = plan_from_mask(torch.ones(1, 4, 2, 4, dtype=torch.bool), tokens)
+    call = call_of(q, k, v, scale=0.2, recipe=Recipe(precision="int8"))
+    done = stages.attend(call, Prepared(operands), plan, tokens)
     truth, _ = dense(operands.query.dequantize(), operands.key.dequantize(), v, scale=0.2)
     assert relative_l1(done.out, truth) < 6e-3
 

@@ -208,9 +208,11 @@ def test_missing_fields_take_their_defaults():
         ),
         pytest.param('{"pv_skip": [[[[[1]]]]]}', "pv_skip must be.*flat list", id="nested"),
         pytest.param(
-            '{"precision": "half", "precision": "int8"}', "key 'precision' twice", id="twice"
+            '{"precision": "half", "precision": "int8"}', "key 'precision' stands twice", id="twice"
         ),
-        pytest.param('{"keep": {"mass": 0.5, "mass": 0.6}}', "key 'mass' twice", id="twice inside"),
+        pytest.param(
+            '{"keep": {"mass": 0.5, "mass": 0.6}}', "key 'mass' stands twice", id="twice inside"
+        ),
     ],
 )
 def test_json_that_is_no_recipe(text, says):

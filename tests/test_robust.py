@@ -6,19 +6,18 @@ import copy
 import dataclasses
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import sparge
 from calls import tensors
 from oracle import clustered_qkv, make_qkv, same_bits
-from sparge import Backend, BlockPlan, KeepAll, KeepMass, Recipe, Unsupported
+from sparge import BlockPlan, KeepAll, KeepMass, Recipe, Unsupported
 from sparge.backends.reference import prepare as slow
-from sparge.dispatch.choose import modules_of, unregister_backend
 from sparge.record import Stopwatch
 from sparge.support.atomic_files import replace_file
 
@@ -130,22 +129,19 @@ def test_inference_mode():
 
 
 @pytest.fixture
-def coarse(monkeypatch):
+def coarse(add_backend):
     """A backend with one scale per 32 queries and 64 keys, as kernels on GPUs like it."""
-    import sys
+    rows = {"q_rows_per_scale": 32, "k_rows_per_scale": 64}
 
-    def quantize(*args, **kwargs):
-        return slow.quantize(*args, q_rows_per_scale=32, k_rows_per_scale=64, **kwargs)
+    def prepare(call, query, key, value, *, to_plan, to_attend):
+        done = slow.prepare(call, query, key, value, to_plan=to_plan, to_attend=to_attend)
+        if not to_attend:
+            return done
+        facts = {"scale": call.scale, "precision": call.recipe.precision}
+        return replace(done, operands=slow.quantize(query, key, value, **facts, **rows))
 
-    monkeypatch.setitem(sys.modules, "coarse_quantize", SimpleNamespace(quantize=quantize))
-    modules = modules_of("reference")
-    modules["quantize"] = "coarse_quantize"
-    accept = (lambda h, c: None,) * 2
-    sparge.register_backend(
-        Backend("coarse", "", *accept, modules, q_rows_per_scale=32, k_rows_per_scale=64)
-    )
-    yield "coarse"
-    unregister_backend("coarse")
+    add_backend("coarse", prepare=prepare)
+    return "coarse"
 
 
 @pytest.mark.rule("5.6")
@@ -153,9 +149,6 @@ def coarse(monkeypatch):
 def test_a_granularity_of_its_own_crosses_the_ops(coarse, precision):
     q, k, v = tensors()
     recipe = Recipe(KeepAll(), precision=precision)
-    call = (False, "top_left", 0.25, recipe.to_json())
-    results = opcheck(torch.ops.sparge.quantize, (q, k, v, *call, coarse))
-    assert set(results.values()) == {"SUCCESS"}
     plan = sparge.make_plan(q, k, recipe=recipe)
     eager = sparge.attend(q, k, v, plan, recipe=recipe, backend=coarse)
     torch._dynamo.reset()
@@ -247,3 +240,28 @@ def test_numbers_of_numpy_are_numbers():
     )
     with pytest.raises(TypeError, match="number"):
         KeepMass(np.bool_(True))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "name, change",
+    [("indices", lambda x: x.fill_(2**30)), ("counts", lambda x: x.fill_(10**6))],
+    ids=["indices", "counts"],
+)
+def test_a_plan_changed_in_place_is_looked_at_again(name, change, backend):
+    """It crashed the process: a plan made by a stage was trusted for good."""
+    q, k, v = tensors()
+    plan = sparge.make_plan(q, k, backend=backend)
+    before, _ = sparge.attend(q, k, v, plan, backend=backend)
+    assert plan.is_valid
+    change(getattr(plan, name))
+    assert not plan.is_valid
+    with pytest.raises(ValueError, match="plan is damaged"):
+        sparge.attend(q, k, v, plan, backend=backend)
+    with torch.inference_mode():
+        other = sparge.make_plan(q, k, backend=backend)
+        again, _ = sparge.attend(q, k, v, other, backend=backend)
+        assert torch.equal(again, before)
+        change(getattr(other, name))
+        with pytest.raises(ValueError, match="plan is damaged"):
+            sparge.attend(q, k, v, other, backend=backend)

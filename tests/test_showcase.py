@@ -119,7 +119,7 @@ def test_the_clock_has_every_stage(show):
         assert 0 < reading.attention[0] < reading.seconds[0]
         assert sum(reading.stages.values()) == pytest.approx(reading.attention[0])
     assert set(show.dense.stages) == {"attend"}
-    assert set(show.sparge.stages) == {"quantize", "plan", "attend"}
+    assert set(show.sparge.stages) == {"prepare", "predict", "select", "attend"}
     (reason, n), *rest = show.sparge.fallbacks.items()
     assert "decode" in reason
     assert n % 2 == 0

@@ -183,7 +183,7 @@ def test_one_record_for_a_call_with_a_part_for_each_sequence():
     assert run.allowed == sum(part.allowed for part in run.parts)
     assert run.density == run.kept / run.allowed
     assert 0 < run.density < 1
-    for stage in ("plan", "quantize", "attend", "total"):
+    for stage in ("prepare", "predict", "select", "attend", "total"):
         assert run.seconds[stage] == pytest.approx(sum(p.seconds[stage] for p in run.parts))
 
 

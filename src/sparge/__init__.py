@@ -6,7 +6,7 @@ from typing import Any as _Any
 from .accuracy import output_error
 from .api import attend, attention, explain, make_plan, sampled_error
 from .blockplan import BlockPlan
-from .dispatch.choose import Backend, Choice, register_backend
+from .dispatch import Backend, Choice, register_backend
 from .errors import Unsupported
 from .geometry import BLOCK_K, BLOCK_Q
 from .integrations import accelerate

@@ -59,7 +59,7 @@ def output_error(
         raise ValueError(f"out must be {list(needed)}, as attention returns, got {list(out.shape)}")
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"rows must be a whole number of at least 1, got {rows!r}")
-    tokens = TokenMask(call.Lq, call.Lk, is_causal, causal_align, as_4d(attn_mask))
+    tokens = TokenMask(call.Lq, call.Lk, is_causal, call.offset, as_4d(attn_mask))
     chosen = sample_rows(call.Lq, rows).to(query.device)
     with torch.no_grad(), without_autocast(call.device):
         each = [

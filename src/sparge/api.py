@@ -1,29 +1,31 @@
-"""The public face: check → choose → plan → quantize → attend."""
+"""The public calls: check → choose → prepare → predict → select → attend."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
-from . import ops
+from .backend import AUTO, DENSE
 from .backends.dense import attend_dense
+from .backends.reference.prepare import quantize
 from .backends.reference.sampled_rows import sampled_error as _sampled_error
 from .blockplan import BlockPlan
-from .call import Call
+from .call import Inputs
 from .check import check_call, check_plan
-from .dispatch import call_cache as memo
-from .dispatch.choose import AUTO, DENSE, Choice, choose, get_backend, host
-from .execute import run_attend, run_attention, tokens_of
+from .dispatch import Choice
+from .dispatch.call_cache import check_and_choose
+from .execute import run_attend, run_attention, tokens_of, undisturbed
+from .ops import facts_of, plan_of_tensors
+from .qtensor import Operands
 from .recipe import Recipe
 from .record import note
-from .support.autocast import as_autocast, without_autocast
+from .support.autocast import as_autocast
 from .tokenmask import as_4d
 
 T = TypeVar("T")
-CallFacts = tuple[bool, str, float, str]
 
 
 @overload
@@ -114,45 +116,32 @@ def attention(
     Returns a tensor of the input dtype, or `(out, lse)` with the natural-log LSE `[B, Hq, Lq]`.
     """
     query, key, value = as_autocast(query, key, value)
-    call, choice = _check_and_choose(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        block_mask=block_mask,
+    inputs = Inputs(query, key, value, attn_mask, block_mask)
+    call, choice = check_and_choose(
+        inputs,
+        backend=backend,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
         causal_align=causal_align,
         recipe=recipe,
-        backend=backend,
         return_lse=return_lse,
         label=label,
     )
-    mask, blocks = as_4d(attn_mask), as_4d(block_mask)
+    inputs = Inputs(query, key, value, as_4d(attn_mask), as_4d(block_mask))
     dense = call.needs_grad and choice.backend == DENSE
     if torch.compiler.is_compiling() and dense:
         # torch's own gradient; the one case that cannot be recorded
-        tokens = tokens_of(call, mask)
+        tokens = tokens_of(call, inputs)
         out, lse = attend_dense(
             query, key, value, tokens, scale=call.scale, need_lse=call.return_lse
         )
     elif torch.compiler.is_compiling() or wants_op(query) or (call.needs_grad and not dense):
-        out, lse, *_ = torch.ops.sparge.attention(
-            query,
-            key,
-            value,
-            mask,
-            blocks,
-            *call_facts(call),
-            return_lse,
-            call.needs_grad,
-            backend,
-            label,
-        )
+        flags = (return_lse, call.needs_grad, backend, label)
+        out, lse, *_ = torch.ops.sparge.attention(*inputs.tensors(), *facts_of(call), *flags)
     else:
-        # The same work without the dispatcher, whose cost short calls would feel.
-        done = run_attention(query, key, value, mask, blocks, call, choice)
+        # The same work without the dispatcher, whose cost is noticeable in short calls.
+        done = run_attention(call, choice, inputs)
         note(done.run)
         out, lse = done.out, done.lse
     if not return_lse:
@@ -196,10 +185,9 @@ def make_plan(
         backend=backend,
         planning=True,
     )
-    mask = as_4d(attn_mask)
-    masks = (mask, as_4d(block_mask))
-    plan = torch.ops.sparge.plan(query, key, *masks, *call_facts(call), backend, value)
-    made = ops.plan_of_tensors(plan, call, mask)
+    masks = (as_4d(attn_mask), as_4d(block_mask))
+    *plan, error = torch.ops.sparge.plan(query, key, *masks, *facts_of(call), backend, value)
+    made = plan_of_tensors(tuple(plan), call, error)
     return made if torch.compiler.is_compiling() else made.trust()
 
 
@@ -231,30 +219,18 @@ def attend(
         is_causal=getattr(plan, "is_causal", False),
         scale=scale,
         enable_gqa=enable_gqa,
-        causal_align=getattr(plan, "causal_align", "top_left"),
+        offset=getattr(plan, "offset", 0),
         recipe=recipe,
         backend=backend,
         return_lse=True,
     )
     check_plan(plan, call, query.device, is_causal=is_causal, causal_align=causal_align)
+    inputs = Inputs(query, key, value, as_4d(attn_mask))
     if not (torch.compiler.is_compiling() or wants_op(query) or call.needs_grad):
-        mask = as_4d(attn_mask)
-        done = run_attend((query, key, value), plan, mask, call, backend=backend)
+        done = run_attend(call, inputs, plan, backend=backend)
         return done.out, done.lse
-    facts = call_facts(call)
-    rest = (as_4d(attn_mask), plan.counts, plan.indices, plan.allowed, *facts)
-    if not call.recipe.quantized:
-        out, lse, _ = torch.ops.sparge.attend(query, key, value, *rest, backend)
-        return out, lse
-    # Named, because the shapes of the scales depend on it.
-    name = choose(host(), call, backend, dense_ok=False).backend
-    rows_per_scale = (get_backend(name).q_rows_per_scale, get_backend(name).k_rows_per_scale)
-    codes = torch.ops.sparge.quantize(query, key, value, *facts, name)
-    *q_and_k, v, v_scale, lse_shift = codes
-    v = v if call.recipe.precision == "int8-fast" else value
-    out, lse, _ = torch.ops.sparge.attend_quantized(
-        *q_and_k, v, v_scale, lse_shift, *rest, query.dtype, *rows_per_scale, name
-    )
+    tensors = (query, key, value, inputs.attn_mask, plan.counts, plan.indices, plan.allowed)
+    out, lse, _ = torch.ops.sparge.attend(*tensors, *facts_of(call), backend)
     return out, lse
 
 
@@ -283,13 +259,16 @@ def sampled_error(
         is_causal=getattr(plan, "is_causal", False),
         scale=scale,
         enable_gqa=enable_gqa,
-        causal_align=getattr(plan, "causal_align", "top_left"),
+        offset=getattr(plan, "offset", 0),
         recipe=recipe,
     )
     check_plan(plan, call, query.device)
-    tokens = tokens_of(call, as_4d(attn_mask))
-    with torch.no_grad(), without_autocast(call.device):
-        return _sampled_error(query, key, value, plan, tokens, scale=call.scale, recipe=call.recipe)
+    tokens = tokens_of(call, Inputs(query, key, value, as_4d(attn_mask)))
+    with undisturbed(call.device):
+        operands = Operands(query, key, value)
+        if call.recipe.quantized:
+            operands = quantize(query, key, value, scale=call.scale, precision="int8")
+        return _sampled_error(call, operands, value, plan, tokens)
 
 
 def explain(
@@ -309,47 +288,18 @@ def explain(
 ) -> Choice:
     """Which backend `attention` would run for these arguments, and why each other would not."""
     query, key, value = as_autocast(query, key, value)
-    _, choice = _check_and_choose(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        block_mask=block_mask,
+    _, choice = check_and_choose(
+        Inputs(query, key, value, attn_mask, block_mask),
+        backend=backend,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
         causal_align=causal_align,
         recipe=recipe,
-        backend=backend,
         return_lse=return_lse,
+        label="",
     )
     return replace(choice, rejected=dict(choice.rejected))  # the caller's own copy
-
-
-def _check_and_choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None,
-    block_mask: Tensor | None,
-    backend: str,
-    **plain: Any,
-) -> tuple[Call, Choice]:
-    tensors = (query, key, value, attn_mask, block_mask)
-    known = memo.key_of(*tensors, arguments=(backend, *plain.values()))
-    recalled = memo.recall(known)
-    if recalled is not None:
-        return recalled
-    masks: dict[str, Any] = {"attn_mask": attn_mask, "block_mask": block_mask}
-    call = check_call(query, key, value, backend=backend, **masks, **plain)
-    choice = choose(host(), call, backend)
-    memo.remember(known, call, choice)
-    return call, choice
-
-
-def call_facts(call: Call) -> CallFacts:
-    return call.is_causal, call.causal_align, call.scale, call.recipe.to_json()
 
 
 def wants_op(x: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """NOUN which key blocks each query block reads. Prints itself, counts itself, goes to files.
 
 For every `(b, h, i_q)` a count and an ascending list of key-block indices, int32. A plan also
-knows the lengths and the causal diagonal it was made for, so it cannot be used with others.
+holds the lengths and the causal diagonal it was made for and is refused for others.
 """
 
 from __future__ import annotations
@@ -14,15 +14,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .geometry import BLOCK_K, BLOCK_Q, CAUSAL_ALIGNS, ROW_GROUP, block_sizes, n_blocks
+from .geometry import (
+    BLOCK_K,
+    BLOCK_Q,
+    CAUSAL_ALIGNS,
+    MAX_OFFSET,
+    ROW_GROUP,
+    block_sizes,
+    diagonal_offset,
+    n_blocks,
+)
 from .support.atomic_files import replace_file
 from .support.block_picture import draw
+from .support.json_text import parse_json
 from .tokenmask import EXCLUDED, OPEN, TokenMask, as_4d, check_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-FILE_FORMAT = "sparge.blockplan/1"
+FILE_FORMAT = "sparge.blockplan/2"
+OLD_FORMAT = "sparge.blockplan/1"
+"""Had `causal_align` in place of `offset`; still read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +42,16 @@ class BlockPlan:
     """counts, allowed `[B, Hq, n_q]` and indices `[B, Hq, n_q, n_k]`, int32.
 
     counts: blocks kept in each row; indices: those blocks, ascending, then -1.
-    allowed: blocks the row may attend at all, the whole that densities are counted over.
+    allowed: blocks the row may attend; the denominator of every density.
+    offset: query row `i` stands at key position `i + offset`; a causal row sees keys up to there.
     has_mask: made with an `attn_mask`, which must then be given to `attend` too.
-    error: what `KeepError` measured, fp64 `[B, Hq]`; no part of what is saved and compared.
+    error: what `KeepError` measured, fp64 `[B, Hq]`; neither saved nor compared.
+
+    `to_mask()` is equivalent to
+
+        mask = torch.zeros(B, Hq, n_q, n_k, dtype=torch.bool)
+        for b, h, i_q in itertools.product(range(B), range(Hq), range(n_q)):
+            mask[b, h, i_q, indices[b, h, i_q, : counts[b, h, i_q]].long()] = True
     """
 
     counts: Tensor
@@ -41,7 +60,7 @@ class BlockPlan:
     Lq: int
     Lk: int
     is_causal: bool = False
-    causal_align: str = "top_left"
+    offset: int = 0
     has_mask: bool = False
     error: Tensor | None = None
 
@@ -57,7 +76,9 @@ class BlockPlan:
         attn_mask: Tensor | None = None,
     ) -> BlockPlan:
         """The plan of a bool block mask `[B, Hq, n_q, n_k]`, less the blocks nothing may attend."""
-        _check_facts(Lq, Lk, is_causal, causal_align)
+        if causal_align not in CAUSAL_ALIGNS:
+            raise ValueError(f"causal_align must be one of {CAUSAL_ALIGNS}, got {causal_align!r}")
+        _check_facts(Lq, Lk, is_causal)
         needed = (n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K))
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -71,8 +92,13 @@ class BlockPlan:
         if attn_mask is not None:
             weights = (mask.shape[0], mask.shape[1], Lq, Lk)
             check_mask(attn_mask, weights, device=mask.device, dtypes=_MASK_DTYPES)
-        tokens = TokenMask(Lq, Lk, is_causal, causal_align, as_4d(attn_mask))
-        return plan_of(mask, tokens)
+        offset = diagonal_offset(Lq, Lk, causal_align)
+        return plan_from_mask(mask, TokenMask(Lq, Lk, is_causal, offset, as_4d(attn_mask)))
+
+    @property
+    def diagonal(self) -> TokenMask:
+        """Lengths and diagonal, without the caller's mask."""
+        return TokenMask(self.Lq, self.Lk, self.is_causal, self.offset)
 
     def to_mask(self) -> Tensor:
         """The kept blocks as bool `[B, Hq, n_q, n_k]`."""
@@ -97,9 +123,8 @@ class BlockPlan:
                 "without it and put the mask into your own mask_mod"
             )
         kept = self.to_mask()
-        tokens = TokenMask(self.Lq, self.Lk, self.is_causal, self.causal_align)
-        whole = tokens.block_kinds(kept.device) == OPEN
-        offset, is_causal = tokens.offset, self.is_causal
+        whole = self.diagonal.block_kinds(kept.device) == OPEN
+        offset, is_causal = self.offset, self.is_causal
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             block = kept[b, h, q // BLOCK_Q, k // BLOCK_K]
@@ -127,32 +152,34 @@ class BlockPlan:
         allowed = self.allowed.sum(-1).double()
         return torch.where(allowed > 0, self.counts.sum(-1) / allowed, 1.0)
 
-    def row_groups(self) -> Tensor:
-        """Row groups of each query block, `[n_q]`: what the second filter counts in."""
+    def row_groups(self, rows: int = ROW_GROUP) -> Tensor:
+        """Groups of `rows` query rows in each query block, `[n_q]`: what the second filter counts.
+
+        `rows` is the backend's (`Backend.row_group`).
+        """
         sizes = block_sizes(self.Lq, BLOCK_Q, self.counts.device)
-        return (sizes + ROW_GROUP - 1) // ROW_GROUP
+        return (sizes + rows - 1) // rows
 
-    @property
-    def pv_groups(self) -> int:
+    def pv_groups(self, rows: int = ROW_GROUP) -> int:
         """Row groups x kept blocks: the PV products that the second filter may skip."""
-        return int((self.counts * self.row_groups()).sum())
+        return int((self.counts * self.row_groups(rows)).sum())
 
-    def pv_skipped(self, pv_skips: Tensor | None) -> float:
+    def pv_skipped(self, pv_skips: Tensor | None, rows: int = ROW_GROUP) -> float:
         """Share of those products that the second filter skipped, `pv_skips` `[B, Hq, n_q]`."""
         skips = 0 if pv_skips is None else int(pv_skips.sum())
-        return skips / self.pv_groups if skips else 0.0
+        return skips / self.pv_groups(rows) if skips else 0.0
 
-    def sparsity(self, pv_skips: Tensor | None = None) -> float:
+    def sparsity(self, pv_skips: Tensor | None = None, rows: int = ROW_GROUP) -> float:
         """(skipped QK blocks + skipped PV blocks) / (2 · allowed blocks).
 
-        A block not kept counts in both; `pv_skips` `[B, Hq, n_q]` counts row groups skipped
-        inside kept blocks.
+        A block that is not kept counts in both; `pv_skips` `[B, Hq, n_q]` counts row groups
+        skipped inside kept blocks.
         """
         allowed = int(self.allowed.sum())
         if not allowed:
             return 0.0
         skipped = allowed - int(self.counts.sum())
-        inside = 0.0 if pv_skips is None else float((pv_skips / self.row_groups()).sum())
+        inside = 0.0 if pv_skips is None else float((pv_skips / self.row_groups(rows)).sum())
         return (2 * skipped + inside) / (2 * allowed)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -166,37 +193,22 @@ class BlockPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BlockPlan:
+        """Read a file that `save` wrote; a damaged one is refused."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FILE_FORMAT:
-                    raise ValueError(
-                        f"{path} is not a block plan this version reads: its format is "
-                        f"{metadata.get('format')!r}, needed is {FILE_FORMAT!r}"
-                    )
-                plan = cls(
-                    **{name: file.get_tensor(name) for name in _TENSORS},
-                    **json.loads(metadata["plan"]),
-                )
+                facts = _facts_of_file(path, file.metadata() or {})
+                plan = cls(**{name: file.get_tensor(name) for name in _TENSORS}, **facts)
             plan.validate(f"{path} is damaged: ")
             return plan
-        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except (SafetensorError, KeyError, TypeError, RecursionError, AttributeError) as error:
             raise ValueError(f"{path} is damaged or not a block plan: {error}") from error
 
     def validate(self, where: str = "") -> None:
         """Raise unless facts, shapes, counts and lists agree; for plans that come from outside."""
-        _check_facts(self.Lq, self.Lk, self.is_causal, self.causal_align, self.has_mask, where)
-        n_q, n_k = n_blocks(self.Lq, BLOCK_Q), n_blocks(self.Lk, BLOCK_K)
-        shape = (*self.counts.shape[:2], n_q)
-        for name, needed in (("counts", shape), ("allowed", shape), ("indices", (*shape, n_k))):
-            tensor = getattr(self, name)
-            if tuple(tensor.shape) != needed or tensor.dtype != torch.int32:
-                raise ValueError(
-                    f"{where}{name} must be int32 of shape {needed} for lengths {self.Lq} and "
-                    f"{self.Lk}, got {tensor.dtype} {tuple(tensor.shape)}"
-                )
+        _check_facts(self.Lq, self.Lk, self.is_causal, self.has_mask, self.offset, where)
+        n_k = self._check_shapes(where)
         used = torch.arange(n_k, device=self.counts.device) < self.counts[..., None]
         within = torch.where(used, (self.indices >= 0) & (self.indices < n_k), self.indices == -1)
         rising = (self.indices[..., 1:] > self.indices[..., :-1]) | ~used[..., 1:]
@@ -206,25 +218,53 @@ class BlockPlan:
                 f"{where}each list must hold `count` ascending block indices below {n_k}, then -1, "
                 "and count at most `allowed`"
             )
-        tokens = TokenMask(self.Lq, self.Lk, self.is_causal, self.causal_align)
-        may = tokens.block_kinds(self.counts.device) != EXCLUDED
+        may = self.diagonal.block_kinds(self.counts.device) != EXCLUDED
         most = may.sum(-1)
         agrees = (self.allowed <= most) if self.has_mask else (self.allowed == most)
         if not agrees.all() or (self.to_mask() & ~may).any():
             raise ValueError(
-                f"{where}its diagonal (is_causal={self.is_causal}, {self.causal_align}) does not "
+                f"{where}its diagonal (is_causal={self.is_causal}, offset {self.offset}) does not "
                 "allow the blocks that it keeps or counts"
             )
         self.trust()
 
+    def _check_shapes(self, where: str) -> int:
+        n_q, n_k = n_blocks(self.Lq, BLOCK_Q), n_blocks(self.Lk, BLOCK_K)
+        for name in _TENSORS:
+            if not isinstance(getattr(self, name), Tensor):
+                raise TypeError(f"{where}{name} must be a tensor, got {getattr(self, name)!r}")
+        if self.counts.dim() != 3 or 0 in self.counts.shape:
+            raise ValueError(
+                f"{where}counts must be [B, Hq, n_q], none of them 0, got "
+                f"{tuple(self.counts.shape)}"
+            )
+        shape = (*self.counts.shape[:2], n_q)
+        for name, needed in (("counts", shape), ("allowed", shape), ("indices", (*shape, n_k))):
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != needed or tensor.dtype != torch.int32:
+                raise ValueError(
+                    f"{where}{name} must be int32 of shape {needed} for lengths {self.Lq} and "
+                    f"{self.Lk}, got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+        return n_k
+
     @property
     def is_valid(self) -> bool:
-        """Made by a stage, or looked at once; a copy with other tensors is neither."""
-        return "_trusted" in self.__dict__
+        """Made by a stage or validated, and its tensors not changed in place since."""
+        trusted = self.__dict__.get("_trusted")
+        return trusted is not None and trusted == self._versions()
 
     def trust(self) -> BlockPlan:
-        object.__setattr__(self, "_trusted", True)
+        """Mark the plan as valid for as long as its tensors are not changed in place."""
+        object.__setattr__(self, "_trusted", self._versions())
         return self
+
+    def _versions(self) -> tuple[int, ...] | None:
+        """torch's counts of in-place changes; None for inference tensors, which have none."""
+        tensors = [getattr(self, name) for name in _TENSORS]
+        if any(x.is_inference() for x in tensors):
+            return None
+        return tuple(x._version for x in tensors)
 
     def to(self, device: torch.device | str) -> BlockPlan:
         """The plan on another device; a loaded plan is on the CPU."""
@@ -247,13 +287,14 @@ class BlockPlan:
 
     def picture(self, b: int = 0, h: int = 0, width: int = 32) -> str:
         """One head drawn with query blocks downwards and key blocks across."""
-        tokens = TokenMask(self.Lq, self.Lk, self.is_causal, self.causal_align)
+        tokens = self.diagonal
         allowed = tokens.block_kinds(self.counts.device)[0, 0] != EXCLUDED
         return draw(self.to_mask()[b, h], allowed, width)
 
     def __str__(self) -> str:
         B, Hq, n_q = self.counts.shape
-        causal = f", causal {self.causal_align}" if self.is_causal else ""
+        at = f" offset {self.offset}" if self.offset else ""
+        causal = f", causal{at}" if self.is_causal else ""
         masked = ", token mask" if self.has_mask else ""
         head = (
             f"BlockPlan {B} x {Hq} heads, {self.Lq} queries x {self.Lk} keys "
@@ -267,44 +308,73 @@ class BlockPlan:
 
 _MASK_DTYPES = (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _TENSORS = ("counts", "indices", "allowed")
-_FACTS = ("Lq", "Lk", "is_causal", "causal_align", "has_mask")
+_FACTS = ("Lq", "Lk", "is_causal", "offset", "has_mask")
+
+
+def _facts_of_file(path: str | os.PathLike[str], metadata: dict[str, str]) -> dict[str, Any]:
+    written = metadata.get("format")
+    if written not in (FILE_FORMAT, OLD_FORMAT):
+        raise ValueError(
+            f"{path} is not a block plan this version reads: its format is {written!r}, needed is "
+            f"{FILE_FORMAT!r}"
+        )
+    facts = parse_json(metadata["plan"], f"{path} is damaged: its metadata")
+    names = set(_FACTS) if written == FILE_FORMAT else {*_FACTS, "causal_align"} - {"offset"}
+    if not isinstance(facts, dict) or set(facts) != names:
+        raise ValueError(f"{path} is damaged: its metadata must have exactly {sorted(names)}")
+    if written == OLD_FORMAT:
+        align = facts.pop("causal_align")
+        if align not in CAUSAL_ALIGNS:
+            raise ValueError(f"{path} is damaged: causal_align {align!r}")
+        _check_facts(facts["Lq"], facts["Lk"], facts["is_causal"])
+        facts["offset"] = diagonal_offset(facts["Lq"], facts["Lk"], align)
+    return facts
 
 
 def _check_facts(
     Lq: int,
     Lk: int,
     is_causal: bool,
-    causal_align: str,
     has_mask: bool = False,
+    offset: int = 0,
     where: str = "",
 ) -> None:
+    for name, number in (("Lq", Lq), ("Lk", Lk), ("offset", offset)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{where}{name} must be a whole number, got {number!r}")
     for name, length in (("Lq", Lq), ("Lk", Lk)):
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise TypeError(f"{where}{name} must be a whole number, got {length!r}")
         if length < 1:
             raise ValueError(f"{where}{name} must be at least 1, got {length}")
+    if abs(offset) > MAX_OFFSET:
+        raise ValueError(f"{where}offset must be within ±{MAX_OFFSET}, got {offset}")
     for name, flag in (("is_causal", is_causal), ("has_mask", has_mask)):
         if not isinstance(flag, bool):
             raise TypeError(f"{where}{name} must be True or False, got {flag!r}")
-    if causal_align not in CAUSAL_ALIGNS:
-        raise ValueError(
-            f"{where}causal_align must be one of {CAUSAL_ALIGNS}, got {causal_align!r}"
-        )
 
 
-def plan_of(kept: Tensor, tokens: TokenMask, *, error: Tensor | None = None) -> BlockPlan:
+def plan_from_mask(kept: Tensor, tokens: TokenMask, *, error: Tensor | None = None) -> BlockPlan:
     """The plan of a bool map `[B, Hq, n_q, n_k]`; blocks that nothing may attend are dropped."""
     may = (tokens.block_kinds(kept.device) != EXCLUDED).expand_as(kept)
     counts, indices = _lists(kept & may)
-    facts: dict[str, Any] = {
-        "Lq": tokens.Lq,
-        "Lk": tokens.Lk,
-        "is_causal": tokens.is_causal,
-        "causal_align": tokens.causal_align,
-        "has_mask": tokens.attn_mask is not None,
-        "error": error,
-    }
-    return BlockPlan(counts, indices, may.sum(-1, dtype=torch.int32), **facts).trust()
+    allowed = may.sum(-1, dtype=torch.int32)
+    return plan_from_lists(counts, indices, allowed, tokens, error=error)
+
+
+def plan_from_lists(
+    counts: Tensor, indices: Tensor, allowed: Tensor, tokens: TokenMask, *, error: Tensor | None
+) -> BlockPlan:
+    """The plan of lists that a stage made."""
+    return BlockPlan(
+        counts,
+        indices,
+        allowed,
+        Lq=tokens.Lq,
+        Lk=tokens.Lk,
+        is_causal=tokens.is_causal,
+        offset=tokens.offset,
+        has_mask=tokens.attn_mask is not None,
+        error=error,
+    ).trust()
 
 
 def _lists(kept: Tensor) -> tuple[Tensor, Tensor]:

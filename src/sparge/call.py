@@ -1,17 +1,34 @@
-"""NOUN one request with everything about it but its numbers; what backends are chosen by."""
+"""NOUN one call: `Inputs`, its tensors, and `Call`, its metadata."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .geometry import BLOCK_K, BLOCK_Q, n_blocks
-from .recipe import Recipe
+from .recipe import KeepAll, Recipe
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one call. A plan without `KeepError` needs no value."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    attn_mask: Tensor | None = None
+    block_mask: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.query, self.key, self.value, self.attn_mask, self.block_mask
 
 
 @dataclass(frozen=True)
 class Call:
+    """Call metadata: shapes, dtype, device and flags; no tensor data."""
+
     B: int
     Hq: int
     Hk: int
@@ -24,13 +41,14 @@ class Call:
     scale: float
     recipe: Recipe
     is_causal: bool = False
-    causal_align: str = "top_left"
+    offset: int = 0
+    """Query row `i` stands at key position `i + offset`."""
     has_mask: bool = False
     has_block_mask: bool = False
     return_lse: bool = False
     needs_grad: bool = False
     label: str = ""
-    """The caller's name for the call, for the record."""
+    """The caller's name for the call; shown in the record."""
 
     @property
     def n_q(self) -> int:
@@ -40,11 +58,27 @@ class Call:
     def n_k(self) -> int:
         return n_blocks(self.Lk, BLOCK_K)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether the recipe needs a mass map."""
+        return not isinstance(self.recipe.keep, KeepAll)
+
+    @property
+    def pools_blocks(self) -> bool:
+        """Whether prediction reads pooled tokens."""
+        return self.predicts and self.recipe.predictor != "rows"
+
+    @property
+    def samples_rows(self) -> bool:
+        """Whether prediction scores a few rows exactly."""
+        return self.predicts and self.recipe.predictor != "mean"
+
     def __str__(self) -> str:
         heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}/{self.Hk}"
         lengths = f"{self.Lq}" if self.Lq == self.Lk else f"{self.Lq}x{self.Lk}"
         dims = f"{self.D}" if self.Dv == self.D else f"{self.D}/{self.Dv}"
-        causal = f" causal {self.causal_align}" if self.is_causal else ""
+        at = f" offset {self.offset}" if self.offset else ""
+        causal = f" causal{at}" if self.is_causal else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"[{self.B}, {heads}, {lengths}, {dims}] {dtype} on {self.device}{causal}"
 

@@ -1,6 +1,7 @@
-"""The mistakes in a call are found here and nowhere else, before any work is done.
+"""Argument checks of every public call, before any work is done.
 
-Each message says what came, what is needed and the way out.
+Each message names the argument, says what came, what is needed and the way out. `check_call` is
+the one place where a `Call` is made from tensors, and where `causal_align` becomes an offset.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .backend import AUTO, DENSE
 from .blockplan import BlockPlan
 from .call import Call
-from .dispatch.choose import AUTO, DENSE
-from .geometry import BLOCK_K, BLOCK_Q, CAUSAL_ALIGNS, MAX_HEAD_DIM, n_blocks
+from .geometry import (
+    BLOCK_K,
+    BLOCK_Q,
+    CAUSAL_ALIGNS,
+    MAX_HEAD_DIM,
+    MAX_OFFSET,
+    diagonal_offset,
+    n_blocks,
+)
 from .recipe import DEFAULT, KeepError, KeepFraction, KeepMass, Recipe
 from .support.autocast import forward_ad_level
 from .tokenmask import broadcasts, check_mask
@@ -35,6 +44,7 @@ def check_call(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_align: str = "top_left",
+    offset: int | None = None,
     recipe: Recipe | None = None,
     block_mask: Tensor | None = None,
     backend: str = AUTO,
@@ -42,7 +52,10 @@ def check_call(
     label: str = "",
     planning: bool = False,
 ) -> Call:
-    """The call as a noun, or an error. Planning has no value; Dv is then taken to be D."""
+    """The metadata of a call, or an error. Planning has no value; Dv is then taken to be D.
+
+    offset: of the diagonal, in place of `causal_align`, where it is known.
+    """
     tensors = {"query": query, "key": key}
     if value is not None or not planning:
         tensors["value"] = value  # type: ignore[assignment]
@@ -101,7 +114,7 @@ def check_call(
         scale=check_scale(scale, D),
         recipe=recipe,
         is_causal=is_causal,
-        causal_align=causal_align,
+        offset=diagonal_offset(Lq, Lk, causal_align) if offset is None else _check_offset(offset),
         has_mask=attn_mask is not None,
         has_block_mask=block_mask is not None,
         return_lse=return_lse,
@@ -110,10 +123,15 @@ def check_call(
     )
 
 
-def check_packed(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
-) -> None:
-    """The packed layout, the boundaries' numbers aside; `check_call` finds the rest."""
+def check_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    **plain: Any,
+) -> Call:
+    """The packed layout as one call; `check_boundaries` reads the boundaries' numbers."""
     _check_tensors({"query": query, "key": key, "value": value}, rank=3, layout="[T, H, D]")
     for name, cuts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cuts, Tensor) or cuts.dtype not in (torch.int32, torch.int64):
@@ -123,6 +141,8 @@ def check_packed(
             raise ValueError(
                 f"{name} is on {cuts.device}, the query on {query.device}; put it there or on cpu"
             )
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return check_call(q, k, v, **plain)
 
 
 def check_boundaries(
@@ -171,15 +191,26 @@ def check_plan(
             f"the plan was made with is_causal={plan.is_causal}, got is_causal={is_causal}; "
             "leave it out, the plan knows it"
         )
-    if causal_align is not None and plan.is_causal and causal_align != plan.causal_align:
-        raise ValueError(
-            f"the plan was made with causal_align={plan.causal_align!r}, got {causal_align!r}; "
-            "leave it out, the plan knows it"
-        )
+    if causal_align is not None and plan.is_causal:
+        asked = diagonal_offset(plan.Lq, plan.Lk, causal_align)
+        if asked != plan.offset:
+            raise ValueError(
+                f"the plan was made with an offset of {plan.offset}, got {causal_align!r}, which "
+                f"is {asked}; leave causal_align out, the plan knows it"
+            )
     if plan.has_mask and not call.has_mask:
         raise ValueError("the plan was made with an attn_mask; give the same attn_mask to attend")
-    if not torch.compiler.is_compiling() and type(plan.counts) is Tensor and not plan.is_valid:
-        plan.validate("the plan is damaged: ")  # its numbers, which a graph being traced has not
+    # Its numbers; a graph being traced has none, and on an accelerator they are not read back.
+    on_host = type(plan.counts) is Tensor and plan.counts.device.type == "cpu"
+    if on_host and not torch.compiler.is_compiling() and not plan.is_valid:
+        plan.validate("the plan is damaged: ")
+
+
+def _check_offset(offset: int) -> int:
+    # Not isinstance alone: in a compiled graph it is a symbol, which is no int.
+    if isinstance(offset, bool | float | str) or not -MAX_OFFSET <= offset <= MAX_OFFSET:
+        raise ValueError(f"offset must be a whole number within ±{MAX_OFFSET}, got {offset!r}")
+    return offset
 
 
 def check_recipe(recipe: Recipe | None, Hq: int) -> Recipe:

@@ -1,4 +1,4 @@
-"""One checked call, stage by stage, timed and recorded: plan → quantize → attend."""
+"""One checked call, stage by stage, timed and recorded: prepare → predict → select → attend."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attend import Attended, attend
-from .backends.cpu.calibrate import settle
-from .backends.cpu.crossover import CLEARLY
+from .backend import DENSE, torch_capability
 from .backends.dense import attend_dense
-from .blockplan import BlockPlan
-from .call import Call
-from .dispatch.choose import DENSE, DENSE_BACKEND, Backend, Choice, choose, get_backend, host
-from .plan import make_plan
-from .qtensor import Operands
-from .quantize import quantize
+from .blockplan import BlockPlan, plan_from_mask
+from .call import Call, Inputs
+from .dispatch import Backend, Choice, choose, get_backend, host, route_by_plan, settle
+from .geometry import diagonal_offset
 from .record import Run, Stopwatch, note
+from .stages import Attended, Prepared
 from .support.autocast import without_autocast
 from .tokenmask import EXCLUDED, TokenMask
+
+Cuts = tuple[list[int], list[int]]
+"""Where packed sequences begin and end: of the queries, and of the keys."""
 
 
 @dataclass(frozen=True)
@@ -33,85 +33,99 @@ class Outcome:
     out: Tensor
     lse: Tensor | None
     plan: BlockPlan | None = None
-    pv_skips: Tensor | None = None
     run: Run | None = None
 
 
-def run_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    block_mask: Tensor | None,
-    call: Call,
-    choice: Choice,
-) -> Outcome:
-    """The whole journey of one call. The run is returned, not noted: varlen gathers several."""
-    tokens = tokens_of(call, attn_mask)
+def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
+    """The whole way of one call. The run is returned, not noted: varlen gathers several."""
+    tokens = tokens_of(call, inputs)
     choice = settle(call, choice)
-    watch = Stopwatch(call, choice, query.device)
+    watch = Stopwatch(call, choice, inputs.query.device)
     if choice.backend == DENSE:
-        return _run_dense(query, key, value, tokens, call, watch)
-    chosen = get_backend(choice.backend)
-    with _undisturbed(call.device):
-        if chosen.shares_statistics and block_mask is None:
-            plan, operands = _plan_and_quantize(query, key, value, tokens, call, chosen, watch)
-        else:
-            with watch.stage("plan"):
-                plan = _plan(query, key, value, tokens, block_mask, call, chosen)
-            with watch.stage("quantize"):
-                operands = _quantize(query, key, value, call, chosen)
-        watch.choice = route_by_plan(plan, call, choice)
+        return _run_dense(call, inputs, tokens, watch)
+    backend = get_backend(choice.backend)
+    with undisturbed(call.device):
+        prepared, plan = _plan(call, inputs, tokens, backend, watch, to_attend=True)
+        if not call.needs_grad:  # the backward needs the plan
+            watch.choice = route_by_plan(plan, call, choice)
         if watch.choice.backend == DENSE:
-            return _run_dense(query, key, value, tokens, call, watch)
+            return _run_dense(call, inputs, tokens, watch)
         with watch.stage("attend"):
-            done = _attend(operands, plan, tokens, call, chosen)
-    run = run_of("attention", watch, plan, done.pv_skips)
-    return Outcome(done.out, done.lse, plan, done.pv_skips, run)
+            done = backend.stages().attend(call, prepared, plan, tokens)
+    return Outcome(done.out, done.lse, plan, run_of("attention", watch, plan, done.pv_skips))
 
 
-def route_by_plan(plan: BlockPlan, call: Call, choice: Choice) -> Choice:
-    """The choice again, once the plan says what it keeps: dense attention if that is faster now.
+def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:
+    choice = choose(call, backend, dense_ok=False)
+    watch = Stopwatch(call, choice, inputs.query.device)
+    with undisturbed(call.device):
+        chosen = get_backend(choice.backend)
+        _, plan = _plan(call, inputs, tokens_of(call, inputs), chosen, watch, to_attend=False)
+    note(run_of("make_plan", watch, plan))
+    return plan
 
-    What came before is paid for, so attention alone is compared.
-    """
-    if choice.estimate is None:
-        return choice
-    costs = host().crossover
-    kept, blocks = int(plan.counts.sum()), plan.indices.numel()
-    dense, ours = costs.predict_dense(call), costs.predict_attend(call, kept / blocks)
-    if ours < CLEARLY * dense:
-        return choice
-    whole = costs.predict_attend(call, int(plan.allowed.sum()) / blocks)
-    why = (
-        f"the plan keeps {plan.density:.0%} of the blocks; dense attention is faster from "
-        f"{CLEARLY * dense / whole:.0%} ({choice.estimate.source})"
-    )
-    others = {name: reason for name, reason in choice.rejected.items() if name != DENSE}
-    return replace(
-        choice,
-        backend=DENSE,
-        reason=why,
-        rejected={choice.backend: why, **others},
-        routed_to_dense=True,
-    )
+
+def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> Attended:
+    choice = choose(call, backend, dense_ok=False)
+    stages = get_backend(choice.backend).stages()
+    watch = Stopwatch(call, choice, inputs.query.device)
+    tokens = tokens_of(call, inputs)
+    with undisturbed(call.device):
+        if call.has_mask and not plan.has_mask:
+            # Blocks that the mask hides wholly are neither attended nor counted.
+            plan = plan_from_mask(plan.to_mask(), tokens, error=plan.error)
+        with watch.stage("prepare"):
+            prepared = stages.prepare(
+                call, inputs.query, inputs.key, inputs.value, to_plan=False, to_attend=True
+            )
+        with watch.stage("attend"):
+            done = stages.attend(call, prepared, plan, tokens)
+    note(run_of("attend", watch, plan, done.pv_skips))
+    return done
+
+
+def _plan(
+    call: Call,
+    inputs: Inputs,
+    tokens: TokenMask,
+    backend: Backend,
+    watch: Stopwatch,
+    *,
+    to_attend: bool,
+) -> tuple[Prepared, BlockPlan]:
+    """The first three stages; a block mask of the caller's is the plan itself."""
+    stages, mask = backend.stages(), inputs.block_mask
+    with watch.stage("prepare"):
+        prepared = stages.prepare(
+            call,
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            to_plan=mask is None,
+            to_attend=to_attend,
+        )
+    if mask is not None:
+        with watch.stage("select"):
+            return prepared, plan_from_mask(
+                mask.expand(call.B, call.Hq, call.n_q, call.n_k), tokens
+            )
+    mass = None
+    if call.predicts:
+        with watch.stage("predict"):
+            mass = stages.predict(call, prepared, tokens)
+    with watch.stage("select"):
+        return prepared, stages.select(call, prepared, mass, tokens)
 
 
 def run_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cuts: tuple[list[int], list[int]],
-    call: Call,
-    *,
-    backend: str,
+    call: Call, query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, *, backend: str, align: str
 ) -> tuple[Tensor, Tensor | None]:
     """Every packed sequence `[T, H, D]` on its own; `call` is the whole pack as one call."""
     outs, lses, runs = [], [], []
-    for (q, k, v), (one, choice) in zip(
-        sequences(query, key, value, cuts), choices(call, cuts, backend), strict=True
+    for inputs, (one, choice) in zip(
+        sequences(query, key, value, cuts), choices(call, cuts, backend, align), strict=True
     ):
-        done = run_attention(q, k, v, None, None, one, choice)
+        done = run_attention(one, choice, inputs)
         outs.append(done.out[0].transpose(0, 1))
         lses.append(done.lse)
         runs.append(done.run)
@@ -120,81 +134,24 @@ def run_varlen(
     return torch.cat(outs), lse
 
 
-def choices(
-    call: Call, cuts: tuple[list[int], list[int]], backend: str
-) -> list[tuple[Call, Choice]]:
+def choices(call: Call, cuts: Cuts, backend: str, align: str) -> list[tuple[Call, Choice]]:
     """What each packed sequence gets, by its own lengths; decided before any of them runs."""
-    each = [
-        replace(call, Lq=q_stop - q_start, Lk=k_stop - k_start)
-        for (q_start, q_stop), (k_start, k_stop) in zip(*map(pairwise, cuts), strict=True)
-    ]
-    return [(one, choose(host(), one, backend)) for one in each]
+    each = []
+    for (q_start, q_stop), (k_start, k_stop) in zip(*map(pairwise, cuts), strict=True):
+        Lq, Lk = q_stop - q_start, k_stop - k_start
+        each.append(replace(call, Lq=Lq, Lk=Lk, offset=diagonal_offset(Lq, Lk, align)))
+    return [(one, choose(one, backend)) for one in each]
 
 
-def sequences(
-    query: Tensor, key: Tensor, value: Tensor, cuts: tuple[list[int], list[int]]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def sequences(query: Tensor, key: Tensor, value: Tensor, cuts: Cuts) -> Iterator[Inputs]:
     """Views `[1, H, L, D]` of the packed sequences, one after another."""
-    q_cuts, k_cuts = cuts
-    for i in range(len(q_cuts) - 1):
-        q_rows, k_rows = slice(q_cuts[i], q_cuts[i + 1]), slice(k_cuts[i], k_cuts[i + 1])
-        parts = (query[q_rows], key[k_rows], value[k_rows])
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in parts)
-        yield q, k, v
+    for (q_start, q_stop), (k_start, k_stop) in zip(*map(pairwise, cuts), strict=True):
+        parts = (query[q_start:q_stop], key[k_start:k_stop], value[k_start:k_stop])
+        yield Inputs(*(x.transpose(0, 1).unsqueeze(0) for x in parts))
 
 
-def run_plan(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    block_mask: Tensor | None,
-    call: Call,
-    *,
-    backend: str,
-    value: Tensor | None = None,
-) -> BlockPlan:
-    choice = choose(host(), call, backend, dense_ok=False)
-    watch = Stopwatch(call, choice, query.device)
-    with _undisturbed(call.device), watch.stage("plan"):
-        tokens = tokens_of(call, attn_mask)
-        chosen = get_backend(choice.backend)
-        plan = _plan(query, key, value, tokens, block_mask, call, chosen)
-    note(run_of("make_plan", watch, plan))
-    return plan
-
-
-def run_quantize(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, *, backend: str
-) -> Operands:
-    choice = choose(host(), call, backend, dense_ok=False)
-    with _undisturbed(call.device):
-        return _quantize(query, key, value, call, get_backend(choice.backend))
-
-
-def run_attend(
-    operands: Operands | tuple[Tensor, Tensor, Tensor],
-    plan: BlockPlan,
-    attn_mask: Tensor | None,
-    call: Call,
-    *,
-    backend: str,
-) -> Attended:
-    """Attend to operands, or to the caller's tensors, which are quantized first."""
-    choice = choose(host(), call, backend, dense_ok=False)
-    chosen = get_backend(choice.backend)
-    watch = Stopwatch(call, choice, plan.counts.device)
-    with _undisturbed(call.device):
-        if not isinstance(operands, Operands):
-            with watch.stage("quantize"):
-                operands = _quantize(*operands, call, chosen)
-        with watch.stage("attend"):
-            done = _attend(operands, plan, tokens_of(call, attn_mask), call, chosen)
-    note(run_of("attend", watch, plan, done.pv_skips))
-    return done
-
-
-def tokens_of(call: Call, attn_mask: Tensor | None) -> TokenMask:
-    return TokenMask(call.Lq, call.Lk, call.is_causal, call.causal_align, attn_mask)
+def tokens_of(call: Call, inputs: Inputs) -> TokenMask:
+    return TokenMask(call.Lq, call.Lk, call.is_causal, call.offset, inputs.attn_mask)
 
 
 def run_of(
@@ -203,15 +160,18 @@ def run_of(
     """The record of a sparse run; None, at no cost, while nobody records."""
     if not watch.active:
         return None
+    backend = get_backend(watch.choice.backend)
+    rows = backend.row_group
     return _run(
         what,
         watch,
-        isa=get_backend(watch.choice.backend).isa(host(), watch.call),
-        sparsity=plan.sparsity(pv_skips),
+        isa=backend.isa(host(watch.call.device), watch.call),
+        sparsity=plan.sparsity(pv_skips, rows),
         kept=int(plan.counts.sum()),
         allowed=int(plan.allowed.sum()),
         pv_skips=0 if pv_skips is None else int(pv_skips.sum()),
-        pv_groups=plan.pv_groups,
+        pv_groups=plan.pv_groups(rows),
+        row_group=rows,
         kept_by_head=_by_head(plan.counts),
         allowed_by_head=_by_head(plan.allowed),
         pv_skips_by_head=() if pv_skips is None else _by_head(pv_skips),
@@ -224,12 +184,16 @@ def _by_head(counts: Tensor) -> tuple[int, ...]:
     return tuple(counts.sum((0, 2)).tolist())
 
 
-def _run_dense(
-    query: Tensor, key: Tensor, value: Tensor, tokens: TokenMask, call: Call, watch: Stopwatch
-) -> Outcome:
+def _run_dense(call: Call, inputs: Inputs, tokens: TokenMask, watch: Stopwatch) -> Outcome:
+    assert inputs.value is not None
     with watch.stage("attend"):
         out, lse = attend_dense(
-            query, key, value, tokens, scale=call.scale, need_lse=call.return_lse
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            tokens,
+            scale=call.scale,
+            need_lse=call.return_lse,
         )
     return Outcome(out, lse, run=_run_of_dense(watch, tokens))
 
@@ -237,12 +201,12 @@ def _run_dense(
 def _run_of_dense(watch: Stopwatch, tokens: TokenMask) -> Run | None:
     if not watch.active:
         return None
-    mask = tokens.attn_mask
+    call, mask = watch.call, tokens.attn_mask
     may = tokens.block_kinds(torch.device("cpu") if mask is None else mask.device)
-    heads = watch.call.B * watch.call.Hq // (may.shape[0] * may.shape[1])
+    heads = call.B * call.Hq // (may.shape[0] * may.shape[1])
     allowed = int((may != EXCLUDED).sum()) * heads
     facts = {"sparsity": 0.0, "pv_skips": 0, "pv_groups": 0}
-    isa = DENSE_BACKEND.isa(host(), watch.call)
+    isa = torch_capability(host(call.device), call)
     return _run("attention", watch, isa=isa, kept=allowed, allowed=allowed, **facts)
 
 
@@ -254,6 +218,7 @@ def _run(what: str, watch: Stopwatch, **facts: Any) -> Run:
         label=watch.call.label,
         backend=choice.backend,
         reason=choice.reason,
+        cost_source="" if choice.estimate is None else choice.estimate.source,
         routed_to_dense=choice.routed_to_dense,
         rejected=dict(choice.rejected),
         recipe=watch.call.recipe,
@@ -267,9 +232,10 @@ def run_together(call: Call, runs: list[Run]) -> Run | None:
     if not runs:
         return None
     allowed = sum(run.allowed for run in runs)
-    # Sequences may go to different backends; short ones to dense, say.
+    # Sequences may go to different backends, short ones to dense for example.
     names = list(dict.fromkeys(run.backend for run in runs))
     stages = dict.fromkeys(name for run in runs for name in run.seconds)
+    errors = [run.error_by_head for run in runs if run.error_by_head is not None]
     return replace(
         runs[0],
         what="attention_varlen",
@@ -287,75 +253,14 @@ def run_together(call: Call, runs: list[Run]) -> Run | None:
         kept_by_head=(),
         allowed_by_head=(),
         pv_skips_by_head=(),
-        error_by_head=None,
+        error_by_head=tuple(map(max, zip(*errors, strict=True))) if errors else None,
         seconds={name: sum(run.seconds.get(name, 0.0) for run in runs) for name in stages},
         parts=tuple(runs),
     )
 
 
-def _plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    tokens: TokenMask,
-    block_mask: Tensor | None,
-    call: Call,
-    backend: Backend,
-) -> BlockPlan:
-    return make_plan(
-        query,
-        key,
-        tokens,
-        block_mask=block_mask,
-        scale=call.scale,
-        recipe=call.recipe,
-        backend=backend,
-        value=value,
-    )
-
-
-def _plan_and_quantize(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tokens: TokenMask,
-    call: Call,
-    backend: Backend,
-    watch: Stopwatch,
-) -> tuple[BlockPlan, Operands]:
-    """Both from one pass over the tensors."""
-    with watch.stage("quantize"):
-        operands, statistics = backend.stage("quantize").prepare(
-            query, key, value, scale=call.scale, recipe=call.recipe
-        )
-    with watch.stage("plan"):
-        plan = backend.stage("plan").plan_from(
-            operands, statistics, tokens, scale=call.scale, recipe=call.recipe, value=value
-        )
-    return plan, operands
-
-
-def _quantize(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: Backend) -> Operands:
-    precision = call.recipe.precision
-    return quantize(query, key, value, scale=call.scale, precision=precision, backend=backend)
-
-
-def _attend(
-    operands: Operands, plan: BlockPlan, tokens: TokenMask, call: Call, backend: Backend
-) -> Attended:
-    return attend(
-        operands,
-        plan,
-        tokens,
-        scale=call.scale,
-        recipe=call.recipe,
-        dtype=call.dtype,
-        backend=backend,
-    )
-
-
 @contextmanager
-def _undisturbed(device: str) -> Iterator[None]:
+def undisturbed(device: str) -> Iterator[None]:
     """Stages compute without autograd, and autocast must not touch the integers in their sums."""
     with torch.no_grad(), without_autocast(device):
         yield

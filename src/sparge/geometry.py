@@ -12,6 +12,8 @@ BLOCK_K = 64
 ROW_GROUP = 16
 """Consecutive query rows that the second filter judges together."""
 MAX_HEAD_DIM = 256
+MAX_OFFSET = 1 << 40
+"""Positions beyond this are a mistake; sums of them stay far from the end of int64."""
 CAUSAL_ALIGNS = ("top_left", "bottom_right")
 
 

@@ -361,11 +361,9 @@ class Profile:
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a file of format 1 or 2; ValueError says what is wrong with it, and where."""
         try:
-            return cls.from_dict(parse_json(read_json_text(path)))
+            return cls.from_dict(parse_json(read_json_text(path), "it is damaged: the file"))
         except ValueError as error:
-            damaged = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
-            why = f"it is damaged ({error})" if damaged else str(error)
-            raise ValueError(f"{os.fspath(path)} is not a usable profile: {why}") from None
+            raise ValueError(f"{os.fspath(path)} is not a usable profile: {error}") from None
 
 
 def _other_format(came: Any) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .call import half_dtype
 from .geometry import n_blocks
 
 
@@ -93,3 +94,13 @@ def finite_rows(x: Tensor | QTensor) -> Tensor:
         finite = torch.isfinite(x.row_scale())
         return finite.all(-1) if x.per_channel else finite
     return torch.isfinite(x).all(-1)
+
+
+def working(x: Tensor, precision: str) -> Tensor:
+    """The numbers a precision computes with, held in fp32 (fp64 for fp64 in `"exact"`)."""
+    if precision == "exact":
+        return x if x.dtype == torch.float64 else x.float()
+    half, x = half_dtype(x.dtype), x.float()
+    # What fp32 holds and 16 bits round to infinity is their largest number; more is infinite.
+    most = torch.finfo(half).max
+    return torch.where(x.isinf(), x, x.clamp(-most, most)).to(half).float()

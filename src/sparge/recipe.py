@@ -274,11 +274,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            raise ValueError(f"a recipe must be valid JSON: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(parse_json(text, "a recipe"))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Recipe:

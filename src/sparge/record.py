@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .call import Call
-from .dispatch.choose import Choice
+from .dispatch import Choice
+from .geometry import ROW_GROUP
 from .recipe import Recipe
 
 _collectors: ContextVar[tuple[list[Run], ...]] = ContextVar("sparge_record", default=())
@@ -23,13 +24,16 @@ _watchers: dict[str, Callable[[Run], None]] = {}
 class Run:
     """One call as it ran.
 
-    routed_to_dense: `auto` gave the call to dense attention; `reason` says why.
-    seconds: time of each stage, and their `total`. kept, allowed: blocks over all heads.
-    pv_skips, pv_groups: row groups x kept blocks that the second filter skipped, and all of them.
+    routed_to_dense: `auto` sent the call to dense attention; `reason` says why.
+    cost_source: the numbers that `auto` chose by: `"measured"` here, the built-in `"estimate"`, or
+    `""` where the choice needed none.
+    seconds: time of each stage (prepare, predict, select, attend), and their `total`.
+    kept, allowed: blocks over all heads. pv_skips, pv_groups: row groups x kept blocks that the
+    second filter skipped, and all of them; row_group: the rows of such a group.
     parts: of a varlen call, one run for each sequence. label: the caller's name for the call.
-    kept_by_head, allowed_by_head, pv_skips_by_head: the same counts, one for each query head, over
-    the batch; empty where dense attention ran.
-    error_by_head: what `KeepError` measured, of the batch the largest; None without it.
+    kept_by_head, allowed_by_head, pv_skips_by_head: the same counts for each query head, over the
+    batch; empty where dense attention ran.
+    error_by_head: what `KeepError` measured, the largest of the batch; None without it.
     """
 
     what: str
@@ -52,6 +56,8 @@ class Run:
     allowed_by_head: tuple[int, ...] = ()
     pv_skips_by_head: tuple[int, ...] = ()
     error_by_head: tuple[float, ...] | None = None
+    row_group: int = ROW_GROUP
+    cost_source: str = ""
 
     @property
     def density(self) -> float:

@@ -1,7 +1,7 @@
-"""NOUN which token pairs may attend: the causal diagonal and the caller's mask, never expanded.
+"""NOUN which token pairs may attend: the causal diagonal and the caller's mask.
 
-`region()` gives the pairs of a rectangle, `block_kinds()` says of every block whether no pair,
-some or all may attend. Nothing of size Lq x Lk is made; a mask keeps the size it came with.
+`region()` returns the allowed pairs of a rectangle; `block_kinds()` classifies every block as
+excluded, mixed or open. Nothing of size Lq x Lk is allocated; a mask keeps the size it came with.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .geometry import BLOCK_K, BLOCK_Q, block_range, diagonal_offset, in_blocks, n_blocks
+from .geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks
 
 EXCLUDED, MIXED, OPEN = 0, 1, 2
 
@@ -23,13 +23,10 @@ class TokenMask:
     Lq: int
     Lk: int
     is_causal: bool = False
-    causal_align: str = "top_left"
+    offset: int = 0
+    """Query row `i` stands at key position `i + offset`; a causal row sees keys up to there."""
     attn_mask: Tensor | None = None
     """Bool (True may attend) or additive float, viewed as 4-D: `[1|B, 1|Hq, 1|Lq, 1|Lk]`."""
-
-    @property
-    def offset(self) -> int:
-        return diagonal_offset(self.Lq, self.Lk, self.causal_align)
 
     @property
     def hides_nothing(self) -> bool:
@@ -85,9 +82,8 @@ class TokenMask:
         else:
             allowed, plain = mask != float("-inf"), mask == 0
         if self.is_causal:
-            causal, _ = TokenMask(self.Lq, self.Lk, True, self.causal_align).region(
-                0, 0, rows, slice(None), device
-            )
+            diagonal = TokenMask(self.Lq, self.Lk, True, self.offset)
+            causal, _ = diagonal.region(0, 0, rows, slice(None), device)
             assert causal is not None
             allowed, plain = allowed & causal, plain & causal
         allowed = allowed.expand(*allowed.shape[:3], self.Lk)

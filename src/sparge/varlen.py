@@ -7,10 +7,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .api import attention, call_facts
+from .api import attention
+from .backend import AUTO
 from .call import Call
-from .check import check_boundaries, check_call, check_packed
-from .dispatch.choose import AUTO
+from .check import check_boundaries, check_varlen
 from .execute import choices, run_together, sequences
 from .recipe import Recipe
 from .record import apart, note
@@ -93,10 +93,9 @@ def attention_varlen(
     Each result is, bit for bit, that of its sequence alone. The lse is `[Hq, Tq]`.
     """
     query, key, value = as_autocast(query, key, value)
-    check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k)
-    whole = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
-    call = check_call(
-        *whole,
+    packed = (query, key, value, cu_seqlens_q, cu_seqlens_k)
+    call = check_varlen(
+        *packed,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
@@ -105,13 +104,11 @@ def attention_varlen(
         backend=backend,
         return_lse=return_lse,
     )
-    packed = (query, key, value, cu_seqlens_q, cu_seqlens_k)
     if call.needs_grad:
-        out, lse = _differentiable(*packed, call, backend)
+        out, lse = _differentiable(*packed, call, backend, causal_align)
     else:
-        out, lse = torch.ops.sparge.attention_varlen(
-            *packed, *call_facts(call), return_lse, backend
-        )
+        facts = (call.is_causal, causal_align, call.scale, call.recipe.to_json())
+        out, lse = torch.ops.sparge.attention_varlen(*packed, *facts, return_lse, backend)
     if not return_lse:
         return out
     assert lse is not None
@@ -126,26 +123,28 @@ def _differentiable(
     cu_seqlens_k: Tensor,
     call: Call,
     backend: str,
+    causal_align: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sequence by sequence through `attention`, whose gradient autograd then puts together."""
+    """Sequence by sequence through `attention`; autograd combines their gradients."""
     if torch.compiler.is_compiling():
         raise ValueError(
             "attention_varlen has no gradient inside a compiled graph, where the boundaries are "
             "not known; call it outside torch.compile, or under torch.no_grad()"
         )
     cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
-    choices(call, cuts, backend)  # a refusal comes before any work
+    choices(call, cuts, backend, causal_align)  # a refusal comes before any work
     outs, lses = [], []
     with apart() as runs:
-        for q, k, v in sequences(query, key, value, cuts):
+        for one in sequences(query, key, value, cuts):
+            assert one.value is not None
             done = attention(
-                q,
-                k,
-                v,
+                one.query,
+                one.key,
+                one.value,
                 is_causal=call.is_causal,
                 scale=call.scale,
                 enable_gqa=call.Hq != call.Hk,
-                causal_align=call.causal_align,
+                causal_align=causal_align,
                 recipe=call.recipe,
                 backend=backend,
                 return_lse=call.return_lse,

@@ -12,13 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import work_dtype
+from ..call import Call, work_dtype
 from ..geometry import slices_of
+from ..host import Host
 from ..support.autocast import without_autocast
 from ..tokenmask import TokenMask
 
 # Scores held at once where we compute them ourselves: 16M fp32 numbers are 64 MB.
 _SCORES = 1 << 24
+
+
+def dense_refusal(host: Host, call: Call) -> str | None:
+    if call.has_block_mask:
+        return "a block mask asks for exactly its blocks, and dense attention computes them all"
+    return None
 
 
 def attend_dense(
@@ -33,6 +40,9 @@ def attend_dense(
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if not need_lse and not apart and not (wants_grad and mask is not None):
         mask = None if mask is None else _as_sdpa_takes_it(mask, query.dtype)
+        if diagonal and _decided(scale <= 0):
+            # torch's causal kernel masks with -inf before it scales: NaN unless scale > 0.
+            query, scale = (-query, -scale) if _decided(scale < 0) else (query * 0.0, 1.0)
         out = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=diagonal, scale=scale, enable_gqa=gqa
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..backends.cpu import library as native
-from ..dispatch.choose import backends
+from ..dispatch import backends
 from ..geometry import MAX_HEAD_DIM
 from ..report.benchtables import table_of_rows, table_of_targets
 from ..report.cases import Case, cases, estimate, measure_cases

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import zoo
-from ..dispatch.choose import CPU
+from ..dispatch import CPU
 from ..integrations import accelerate
 from ..profile import Profile
 from ..recipe import KeepError, Recipe

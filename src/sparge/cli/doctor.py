@@ -9,7 +9,7 @@ import torch
 
 from ..backends.cpu.library import ENV_ISA
 from ..call import Call
-from ..dispatch.choose import AUTO, DENSE, ENV, Choice, backends, choose, host
+from ..dispatch import AUTO, DENSE, ENV, Choice, backends, choose
 from ..errors import Unsupported
 from ..recipe import DEFAULT
 from ..report import crossing
@@ -105,14 +105,14 @@ def judge_backends(call: Call) -> dict[str, Any]:
 def _auto(call: Call) -> Choice | str:
     """The choice, or why there is none; an unknown name in the environment is one reason."""
     try:
-        return choose(host(), call, AUTO)
+        return choose(call, AUTO)
     except (Unsupported, ValueError) as failure:
         return str(failure)
 
 
 def _refusal(call: Call, name: str) -> str | None:
     try:
-        choose(host(), call, name)
+        choose(call, name)
     except Unsupported as refusal:
         return refusal.reasons[name]
     return None

@@ -21,7 +21,7 @@ import torch
 
 from .. import zoo
 from ..backends.cpu import library as native
-from ..dispatch.choose import AUTO, ENV
+from ..dispatch import AUTO, ENV
 from ..evaluate.settings import (
     ERRORS,
     MEASURES,

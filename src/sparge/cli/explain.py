@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..check import check_call
-from ..dispatch.choose import AUTO, choose, host
+from ..dispatch import AUTO, choose
 from ..geometry import CAUSAL_ALIGNS
 from ..recipe import DEFAULT, Recipe
 from . import OK, add_json, console, deliver, whole, wholes
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         backend=args.backend,
         return_lse=args.lse,
     )
-    choice = choose(host(), call, args.backend)
+    choice = choose(call, args.backend)
     document = {
         "format": "sparge.explain/1",
         "call": str(call),

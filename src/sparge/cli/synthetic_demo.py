@@ -15,7 +15,7 @@ from torch import Tensor
 from ..api import attend, attention, explain, make_plan
 from ..backends.cpu import library as native
 from ..blockplan import BlockPlan
-from ..dispatch.choose import get_backend
+from ..dispatch import get_backend
 from ..recipe import DEFAULT, KeepAll, KeepFraction, KeepMass, Recipe
 from ..record import record
 from ..report.machine import load_average, load_text, machine, machine_line, versions

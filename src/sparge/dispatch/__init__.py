@@ -1,1 +1,25 @@
 """Which backend serves a call, and why none of the others."""
+
+from ..backend import AUTO, CPU, DENSE, ENV_BACKEND, Backend
+from ..host import host
+from .choose import Choice, choose, route_by_plan, settle
+from .registry import backends, get_backend, register_backend, unregister_backend
+
+ENV = ENV_BACKEND
+
+__all__ = [
+    "AUTO",
+    "CPU",
+    "DENSE",
+    "ENV",
+    "Backend",
+    "Choice",
+    "backends",
+    "choose",
+    "get_backend",
+    "host",
+    "register_backend",
+    "route_by_plan",
+    "settle",
+    "unregister_backend",
+]

@@ -1,7 +1,7 @@
-"""Calls seen before: checking and choosing cost more than a short call's attention.
+"""Calls seen before: checking and choosing cost more than the attention of a short call.
 
-The answer to both follows from shapes, dtypes, devices and plain arguments, never from numbers,
-so it is remembered by them. Graphs being traced are always looked at anew.
+Both follow from shapes, dtypes, devices and plain arguments, never from numbers, so the answer is
+cached by them. Graphs being traced are never served from the cache.
 """
 
 from __future__ import annotations
@@ -13,19 +13,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.cpu.library import ENV_ISA
-from ..call import Call
+from ..backend import ENV_BACKEND
+from ..backends.cpu import library
+from ..call import Call, Inputs
+from ..check import check_call
 from ..support.autocast import forward_ad_level
-from .choose import ENV, Choice, registry_age
+from .choose import Choice, choose
+from .registry import generation
 
 _MOST = 1024
 _known: dict[Hashable, tuple[Call, Choice]] = {}
 
 
-def key_of(*tensors: Any, arguments: tuple[Any, ...]) -> Hashable | None:
-    """What the answer depends on, or None where it cannot be remembered."""
+def check_and_choose(inputs: Inputs, *, backend: str, **plain: Any) -> tuple[Call, Choice]:
+    """`check_call`, then `choose`; or what they said of the same call before."""
+    key = _key_of(inputs, (backend, *plain.values()))
+    try:
+        known = None if key is None else _known.get(key)
+    except TypeError:  # an argument that cannot be hashed will be refused
+        known = None
+    if known is not None:
+        return known
+    call = check_call(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        attn_mask=inputs.attn_mask,
+        block_mask=inputs.block_mask,
+        backend=backend,
+        **plain,
+    )
+    found = call, choose(call, backend)
+    if key is not None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[key] = found
+    return found
+
+
+def _key_of(inputs: Inputs, arguments: tuple[Any, ...]) -> Hashable | None:
+    """What the answer depends on, or None where it cannot be cached."""
     if torch.compiler.is_compiling() or forward_ad_level() >= 0:
         return None
+    tensors = inputs.tensors()
     if not all(x is None or (type(x) is Tensor and x.layout == torch.strided) for x in tensors):
         return None
     return (
@@ -34,22 +64,8 @@ def key_of(*tensors: Any, arguments: tuple[Any, ...]) -> Hashable | None:
         # 1 and True are equal, yet one of them is refused.
         *arguments,
         *map(type, arguments),
-        os.environ.get(ENV),
-        os.environ.get(ENV_ISA),
+        os.environ.get(ENV_BACKEND),
+        os.environ.get(library.ENV_ISA),
         torch.get_num_threads(),
-        registry_age(),
+        generation(),
     )
-
-
-def recall(key: Hashable | None) -> tuple[Call, Choice] | None:
-    try:
-        return None if key is None else _known.get(key)
-    except TypeError:  # an argument that cannot be hashed is one that will be refused
-        return None
-
-
-def remember(key: Hashable | None, call: Call, choice: Choice) -> None:
-    if key is not None:
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[key] = call, choice

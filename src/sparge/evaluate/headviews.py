@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..accuracy import output_error
 from ..api import attention, make_plan
-from ..geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks
+from ..geometry import BLOCK_K, BLOCK_Q, block_range, diagonal_offset, in_blocks, n_blocks
 from ..recipe import Recipe
 from ..report.showcase import HeadView
 from ..tokenmask import TokenMask
@@ -75,7 +75,13 @@ def block_mass(call: LayerCall, h: int) -> Tensor:
     """`[n_q, n_k]` fp32: the share of attention that each key block gets, mean over the rows."""
     Hq, Lq, Lk = call.query.shape[1], call.query.shape[2], call.key.shape[2]
     facts = call.facts
-    tokens = TokenMask(Lq, Lk, facts["is_causal"], facts["causal_align"], facts["attn_mask"])
+    tokens = TokenMask(
+        Lq,
+        Lk,
+        facts["is_causal"],
+        diagonal_offset(Lq, Lk, facts["causal_align"]),
+        facts["attn_mask"],
+    )
     scale = call.query.shape[3] ** -0.5 if facts["scale"] is None else facts["scale"]
     key = call.key[0, h * call.key.shape[1] // Hq].float()
     mass = torch.empty(n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K))

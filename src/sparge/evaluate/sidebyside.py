@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.choose import AUTO
+from ..dispatch import AUTO
 from ..geometry import BLOCK_Q
 from ..integrations import accelerate
 from ..recipe import DEFAULT, Recipe

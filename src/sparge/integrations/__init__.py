@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..dispatch.choose import AUTO, DENSE, backends
+from ..dispatch import AUTO, DENSE, backends
 from ..recipe import DEFAULT, Recipe
 from .adapters import Adapter, Found, find_adapter, register_adapter, unregister_adapter
 from .context import Context

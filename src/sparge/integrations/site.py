@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..accuracy import output_error
 from ..api import attention
-from ..dispatch.choose import AUTO
+from ..dispatch import AUTO
 from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ..recipe import Recipe
 from ..record import Run, unwatch, watch

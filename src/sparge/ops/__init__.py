@@ -1,114 +1,81 @@
-"""The stages as `torch.ops.sparge.*`, with fake kernels, so that a compiled graph holds them whole.
+"""`torch.ops.sparge.*`: the public calls as ops, with fake kernels, for compiled graphs.
 
-A recipe travels as its JSON, a plan as its three tensors. What an op needs to know of a call it
-reads off its tensors again, at run time; the caller's mistakes were found before.
+A recipe crosses as its JSON, a plan as its tensors, the diagonal as an integer offset. Every op
+checks its arguments when it runs, as the Python functions do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends.reference.backward import attend_backward
-from ..blockplan import BlockPlan, plan_of
-from ..call import Call, work_dtype
-from ..check import check_boundaries
-from ..dispatch.choose import backends, choose, host
-from ..execute import run_attend, run_attention, run_plan, run_quantize, run_varlen, tokens_of
-from ..geometry import BLOCK_K
-from ..qtensor import Operands, QTensor
+from ..backend import AUTO, DENSE, Backend
+from ..blockplan import BlockPlan, plan_from_mask
+from ..call import Call, Inputs, work_dtype
+from ..check import check_boundaries, check_call, check_plan, check_varlen
+from ..dispatch import backends, choose, get_backend, host
+from ..dispatch.call_cache import check_and_choose
+from ..dispatch.choose import asked_backend
+from ..execute import run_attend, run_attention, run_plan, run_varlen, tokens_of, undisturbed
 from ..recipe import KeepAll, Recipe, recipe_from_json
 from ..record import note
-from ..support.autocast import without_autocast
-from . import meta as fakes
+from . import meta
 
-_CALL = "bool is_causal, str causal_align, float scale, str recipe"
+_FACTS = "bool is_causal, SymInt offset, float scale, str recipe"
+_PLAN = "Tensor counts, Tensor indices, Tensor allowed"
 _library = torch.library.Library("sparge", "DEF")
 _library.define(
-    f"plan(Tensor query, Tensor key, Tensor? attn_mask, Tensor? block_mask, {_CALL}, str backend,"
-    " Tensor? value=None) -> (Tensor counts, Tensor indices, Tensor allowed)"
+    f"plan(Tensor query, Tensor key, Tensor? attn_mask, Tensor? block_mask, {_FACTS}, str backend,"
+    f" Tensor? value=None) -> ({_PLAN}, Tensor error)"
 )
 _library.define(
-    f"quantize(Tensor query, Tensor key, Tensor value, {_CALL}, str backend)"
-    " -> (Tensor q_codes, Tensor q_scale, Tensor k_codes, Tensor k_scale, Tensor v, Tensor v_scale,"
-    " Tensor lse_shift)"
-)
-_library.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor counts,"
-    f" Tensor indices, Tensor allowed, {_CALL}, str backend)"
-    " -> (Tensor out, Tensor lse, Tensor pv_skips)"
-)
-_library.define(
-    "attend_quantized(Tensor q_codes, Tensor q_scale, Tensor k_codes, Tensor k_scale, Tensor v,"
-    " Tensor v_scale, Tensor lse_shift, Tensor? attn_mask, Tensor counts, Tensor indices,"
-    f" Tensor allowed, {_CALL}, ScalarType dtype, int q_rows_per_scale, int k_rows_per_scale,"
-    " str backend)"
-    " -> (Tensor out, Tensor lse, Tensor pv_skips)"
+    f"attend(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_PLAN}, {_FACTS},"
+    " str backend) -> (Tensor out, Tensor lse, Tensor pv_skips)"
 )
 _library.define(
     "attend_backward(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value,"
-    " Tensor out, Tensor? attn_mask, Tensor counts, Tensor indices, Tensor allowed,"
-    f" {_CALL}, str backend) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    f" Tensor out, Tensor? attn_mask, {_PLAN}, {_FACTS}, str backend)"
+    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
 )
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? block_mask,"
-    f" {_CALL}, bool return_lse, bool needs_grad, str backend, str label='')"
-    " -> (Tensor out, Tensor lse, Tensor counts, Tensor indices, Tensor allowed)"
+    f" {_FACTS}, bool return_lse, bool needs_grad, str backend, str label='')"
+    f" -> (Tensor out, Tensor lse, {_PLAN})"
 )
 _library.define(
     "attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
-    f" Tensor cu_seqlens_k, {_CALL}, bool return_lse, str backend) -> (Tensor out, Tensor lse)"
+    " Tensor cu_seqlens_k, bool is_causal, str causal_align, float scale, str recipe,"
+    " bool return_lse, str backend) -> (Tensor out, Tensor lse)"
 )
+PlanTensors = tuple[Tensor, Tensor, Tensor]
 
 
-def call_of(
-    query: Tensor,
-    key: Tensor,
-    Dv: int,
-    is_causal: bool,
-    causal_align: str,
-    scale: float,
-    recipe: str,
-    *,
-    dtype: torch.dtype | None = None,
-    label: str = "",
-    **facts: bool,
-) -> Call:
-    B, Hq, Lq, D = query.shape
-    return Call(
-        B=B,
-        Hq=Hq,
-        Hk=key.shape[1],
-        Lq=Lq,
-        Lk=key.shape[2],
-        D=D,
-        Dv=Dv,
-        dtype=dtype or query.dtype,
-        device=query.device.type,
-        scale=scale,
-        recipe=recipe_from_json(recipe),
-        is_causal=is_causal,
-        causal_align=causal_align,
-        label=label,
-        **facts,
-    )
+def facts_of(call: Call) -> tuple[bool, int, float, str]:
+    """What an op is told of a call besides its tensors."""
+    return call.is_causal, call.offset, call.scale, call.recipe.to_json()
 
 
-def plan_of_tensors(
-    plan: tuple[Tensor, Tensor, Tensor], call: Call, attn_mask: Tensor | None
-) -> BlockPlan:
+def plan_of_tensors(plan: PlanTensors, call: Call, error: Tensor | None = None) -> BlockPlan:
     return BlockPlan(
         *plan,
         Lq=call.Lq,
         Lk=call.Lk,
         is_causal=call.is_causal,
-        causal_align=call.causal_align,
-        has_mask=attn_mask is not None,
+        offset=call.offset,
+        has_mask=call.has_mask,
+        error=error if error is not None and error.numel() else None,
     )
+
+
+def _facts(is_causal: bool, offset: int, scale: float, recipe: str) -> dict[str, Any]:
+    """Arguments of `check_call`; heads may always be grouped here."""
+    facts = {"is_causal": is_causal, "offset": offset, "scale": scale, "enable_gqa": True}
+    return {**facts, "recipe": recipe_from_json(recipe)}
 
 
 def _plan(
@@ -117,49 +84,18 @@ def _plan(
     attn_mask: Tensor | None,
     block_mask: Tensor | None,
     is_causal: bool,
-    causal_align: str,
+    offset: int,
     scale: float,
     recipe: str,
     backend: str,
     value: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    call = call_of(
-        query,
-        key,
-        query.shape[3] if value is None else value.shape[3],
-        is_causal,
-        causal_align,
-        scale,
-        recipe,
-        has_mask=attn_mask is not None,
-        has_block_mask=block_mask is not None,
-    )
-    plan = run_plan(query, key, attn_mask, block_mask, call, backend=backend, value=value)
-    return plan.counts, plan.indices, plan.allowed
-
-
-def _quantize(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    causal_align: str,
-    scale: float,
-    recipe: str,
-    backend: str,
-) -> tuple[Tensor, ...]:
-    call = call_of(query, key, value.shape[3], is_causal, causal_align, scale, recipe)
-    done = run_quantize(query, key, value, call, backend=backend)
-    assert isinstance(done.query, QTensor)
-    assert isinstance(done.key, QTensor)
-    assert done.lse_shift is not None
-    if isinstance(done.value, QTensor):
-        v, v_scale = done.value.codes, done.value.scale
-    else:
-        # An op may not return one of its inputs; V is read as it is.
-        v, v_scale = done.value.new_empty(0), done.lse_shift.new_empty(0)
-    tensors = (done.query.codes, done.query.scale, done.key.codes, done.key.scale, v, v_scale)
-    return (*(x.contiguous() for x in tensors), done.lse_shift)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    masks: dict[str, Any] = {"attn_mask": attn_mask, "block_mask": block_mask}
+    facts = _facts(is_causal, offset, scale, recipe)
+    call = check_call(query, key, value, **masks, **facts, backend=backend, planning=True)
+    plan = run_plan(call, Inputs(query, key, value, **masks), backend=backend)
+    error = query.new_empty(0, dtype=torch.float64) if plan.error is None else plan.error
+    return plan.counts, plan.indices, plan.allowed, error
 
 
 def _attend(
@@ -171,49 +107,24 @@ def _attend(
     indices: Tensor,
     allowed: Tensor,
     is_causal: bool,
-    causal_align: str,
+    offset: int,
     scale: float,
     recipe: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = call_of(query, key, value.shape[3], is_causal, causal_align, scale, recipe)
-    plan = plan_of_tensors((counts, indices, allowed), call, attn_mask)
-    done = run_attend(Operands(query, key, value), plan, attn_mask, call, backend=backend)
+    facts = _facts(is_causal, offset, scale, recipe)
+    call = check_call(query, key, value, attn_mask=attn_mask, **facts, backend=backend)
+    plan = _checked_plan((counts, indices, allowed), call, query)
+    # Whether it was made with the mask is not known here; without it, `allowed` is made anew.
+    plan = replace(plan, has_mask=False)
+    done = run_attend(call, Inputs(query, key, value, attn_mask), plan, backend=backend)
     return done.out, done.lse, done.pv_skips
 
 
-def _attend_quantized(
-    q_codes: Tensor,
-    q_scale: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    v: Tensor,
-    v_scale: Tensor,
-    lse_shift: Tensor,
-    attn_mask: Tensor | None,
-    counts: Tensor,
-    indices: Tensor,
-    allowed: Tensor,
-    is_causal: bool,
-    causal_align: str,
-    scale: float,
-    recipe: str,
-    dtype: torch.dtype,
-    q_rows_per_scale: int,
-    k_rows_per_scale: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    facts = (v.shape[3], is_causal, causal_align, scale, recipe)
-    call = call_of(q_codes, k_codes, *facts, dtype=dtype)
-    plan = plan_of_tensors((counts, indices, allowed), call, attn_mask)
-    operands = Operands(
-        QTensor(q_codes, q_scale, q_rows_per_scale),
-        QTensor(k_codes, k_scale, k_rows_per_scale),
-        QTensor(v, v_scale, BLOCK_K, per_channel=True) if v_scale.numel() else v,
-        lse_shift,
-    )
-    done = run_attend(operands, plan, attn_mask, call, backend=backend)
-    return done.out, done.lse, done.pv_skips
+def _checked_plan(tensors: PlanTensors, call: Call, query: Tensor) -> BlockPlan:
+    plan = plan_of_tensors(tensors, call)
+    check_plan(plan, call, query.device)
+    return plan
 
 
 def _backward(
@@ -228,31 +139,52 @@ def _backward(
     indices: Tensor,
     allowed: Tensor,
     is_causal: bool,
-    causal_align: str,
+    offset: int,
     scale: float,
     recipe: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = call_of(query, key, value.shape[3], is_causal, causal_align, scale, recipe)
-    tokens = tokens_of(call, attn_mask)
-    plan, precise = plan_of_tensors((counts, indices, allowed), call, attn_mask), call.recipe
-    if bool((counts < 0).any()):
-        # The op routed to dense attention: every block, and no rounding of the operands.
-        every = torch.ones_like(indices, dtype=torch.bool)
-        plan = plan_of(every, tokens)
-        precise = Recipe(KeepAll(), precision="exact")
-    elif precise.quantized:
-        raise ValueError(
-            f"the forward ran in precision {precise.precision!r}, which has no gradient; use "
-            "'half' or 'exact'"
+    facts = _facts(is_causal, offset, scale, recipe)
+    call = check_call(query, key, value, attn_mask=attn_mask, **facts)
+    for name, x, shape in (
+        ("grad_out", grad_out, (call.B, call.Hq, call.Lq, call.Dv)),
+        ("out", out, (call.B, call.Hq, call.Lq, call.Dv)),
+        ("grad_lse", grad_lse, (call.B, call.Hq, call.Lq)),
+    ):
+        if x.shape != shape or x.device != query.device or not x.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating point of shape {list(shape)} on {query.device}, got "
+                f"{x.dtype} {list(x.shape)} on {x.device}"
+            )
+    call = replace(call, needs_grad=True)
+    dense = choose(call, backend).backend == DENSE
+    _check_gradient(call, dense=dense)
+    if dense:  # it kept every block and rounded nothing
+        call = replace(call, recipe=Recipe(KeepAll(), precision="exact"))
+    plan = _checked_plan((counts, indices, allowed), call, query)
+    tokens = tokens_of(call, Inputs(query, key, value, attn_mask))
+    with undisturbed(call.device):
+        return (
+            _gradient_backend(call, backend)
+            .stages()
+            .backward(call, grad_out, grad_lse, query, key, value, out, plan, tokens)
         )
-    saved = (grad_out, grad_lse, query, key, value, out)
-    # The backend that ran the forward; for dense attention or `auto`, the first that can.
-    asked = [b for b in backends() if b.name == backend] or backends()
-    able = next(b for b in asked if b.refusal(host(), call) is None)
-    gradient = getattr(able.stage("attend"), "attend_backward", attend_backward)
-    with torch.no_grad(), without_autocast(call.device):
-        return gradient(*saved, plan, tokens, scale=scale, recipe=precise)
+
+
+def _check_gradient(call: Call, *, dense: bool) -> None:
+    if call.recipe.quantized and not dense:
+        raise ValueError(
+            f"precision {call.recipe.precision!r}, which has no gradient; use 'half' or 'exact'"
+        )
+
+
+def _gradient_backend(call: Call, backend: str) -> Backend:
+    """The backend that was asked for; the first that can where dense attention or `auto` was."""
+    asked, _ = asked_backend(backend)
+    if asked not in (AUTO, DENSE):
+        return get_backend(choose(call, backend, dense_ok=False).backend)
+    where = host(call.device)
+    return next(b for b in backends() if b.refusal(where, call) is None)
 
 
 def _attention(
@@ -262,7 +194,7 @@ def _attention(
     attn_mask: Tensor | None,
     block_mask: Tensor | None,
     is_causal: bool,
-    causal_align: str,
+    offset: int,
     scale: float,
     recipe: str,
     return_lse: bool,
@@ -270,33 +202,30 @@ def _attention(
     backend: str,
     label: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = call_of(
-        query,
-        key,
-        value.shape[3],
-        is_causal,
-        causal_align,
-        scale,
-        recipe,
-        has_mask=attn_mask is not None,
-        has_block_mask=block_mask is not None,
-        return_lse=return_lse,
-        needs_grad=needs_grad,
-        label=label,
+    inputs = Inputs(query, key, value, attn_mask, block_mask)
+    facts = _facts(is_causal, offset, scale, recipe)
+    call, choice = check_and_choose(
+        inputs, backend=backend, **facts, return_lse=return_lse, label=label
     )
-    choice = choose(host(), call, backend)
-    done = run_attention(query, key, value, attn_mask, block_mask, call, choice)
+    if needs_grad:
+        call = replace(call, needs_grad=True)
+        choice = choose(call, backend)
+        _check_gradient(call, dense=choice.backend == DENSE)
+    done = run_attention(call, choice, inputs)
     note(done.run)
-    plan = done.plan or _no_plan(query, key)
+    plan = done.plan or _plan_of_dense(call, inputs)
     lse = _unasked(query, query.shape[:3]) if done.lse is None else done.lse
     return done.out.contiguous(), lse, plan.counts, plan.indices, plan.allowed
 
 
-def _no_plan(query: Tensor, key: Tensor) -> BlockPlan:
-    """What stands for the plan of dense attention; the backward knows it by its counts."""
-    counts, indices, allowed = fakes.fake_plan(query, key)
-    tensors = (counts.fill_(-1), indices.fill_(-1), allowed.fill_(-1))
-    return BlockPlan(*tensors, Lq=query.shape[2], Lk=key.shape[2])
+def _plan_of_dense(call: Call, inputs: Inputs) -> BlockPlan:
+    """Every block, for the backward; without a gradient nobody reads it, and it says -1."""
+    if call.needs_grad:
+        every = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=inputs.query.device)
+        shape = (call.B, call.Hq, call.n_q, call.n_k)
+        return plan_from_mask(every.expand(shape), tokens_of(call, inputs))
+    counts, indices, allowed = (x.fill_(-1) for x in meta.plan_tensors(inputs.query, call.Lk))
+    return plan_of_tensors((counts, indices, allowed), call)
 
 
 def _attention_varlen(
@@ -312,16 +241,24 @@ def _attention_varlen(
     return_lse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    packed = (query, key, value, cu_seqlens_q, cu_seqlens_k)
+    call = check_varlen(
+        *packed,
+        is_causal=is_causal,
+        causal_align=causal_align,
+        scale=scale,
+        enable_gqa=True,
+        recipe=recipe_from_json(recipe),
+        backend=backend,
+        return_lse=return_lse,
+    )
     cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
-    q, k = (x.transpose(0, 1).unsqueeze(0) for x in (query, key))
-    facts = (value.shape[2], is_causal, causal_align, scale, recipe)
-    call = call_of(q, k, *facts, return_lse=return_lse)
-    out, lse = run_varlen(query, key, value, cuts, call, backend=backend)
+    out, lse = run_varlen(call, query, key, value, cuts, backend=backend, align=causal_align)
     return out, _unasked(query, (query.shape[1], query.shape[0])) if lse is None else lse
 
 
 def _unasked(query: Tensor, shape: Sequence[int]) -> Tensor:
-    """Stands for an LSE that nobody asked for: an op returns as many tensors on every route."""
+    """Stands for an LSE that nobody asked for."""
     return query.new_full(shape, math.inf, dtype=work_dtype(query.dtype))  # which no LSE is
 
 
@@ -341,31 +278,37 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 
 def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Any, ...]:
-    """For `attend` and `attention` alike; what stands behind query, key, value has none."""
+    """For `attend` and `attention` alike; the arguments after query, key and value have none."""
     grads = torch.ops.sparge.attend_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.facts)
     return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "sparge attention has no second derivative; use F.scaled_dot_product_attention where "
+        "gradients of gradients are needed (create_graph=True)"
+    )
+
+
 def _or_fake(impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors on the meta device have no numbers to compute with, only shapes."""
+    """Tensors on the meta device have shapes and no numbers."""
     return lambda query, *rest: (fake if query.is_meta else impl)(query, *rest)
 
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "plan": (_plan, fakes.fake_plan),
-    "quantize": (_quantize, fakes.fake_quantize),
-    "attend": (_attend, fakes.fake_attend),
-    "attend_quantized": (_attend_quantized, fakes.fake_attend_quantized),
-    "attend_backward": (_backward, fakes.fake_backward),
-    "attention": (_attention, fakes.fake_attention),
-    "attention_varlen": (_attention_varlen, fakes.fake_attention_varlen),
+    "plan": (_plan, meta.plan),
+    "attend": (_attend, meta.attend),
+    "attend_backward": (_backward, meta.attend_backward),
+    "attention": (_attention, meta.attention),
+    "attention_varlen": (_attention_varlen, meta.attention_varlen),
+}
+_AUTOGRAD: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
+    "attend": (_gradients, _save_attend),
+    "attention": (_gradients, _save_attention),
+    "attend_backward": (_no_second_derivative, None),
 }
 for _name, (_impl, _fake) in _OPS.items():
     _library.impl(_name, _or_fake(_impl, _fake), "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparge::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    "sparge::attend", _gradients, setup_context=_save_attend, lib=_library
-)
-torch.library.register_autograd(
-    "sparge::attention", _gradients, setup_context=_save_attention, lib=_library
-)
+for _name, (_back, _save) in _AUTOGRAD.items():
+    torch.library.register_autograd(f"sparge::{_name}", _back, setup_context=_save, lib=_library)

@@ -8,21 +8,19 @@ from typing import Any
 
 import torch
 
+from ..backends.cpu import calibrate as costs
 from ..backends.cpu import cost_file as cache
 from ..backends.cpu import library as native
-from ..backends.cpu.calibrate import measure
-from ..backends.cpu.crossover import CLEARLY, DENSE, DTYPES, HEAD_DIMS, WAYS, Crossover, name_of
-from ..dispatch.choose import host, set_crossover
+from ..backends.cpu.cost import COST
+from ..backends.cpu.crossover import CLEARLY, DENSE_WAY, DTYPES, HEAD_DIMS, WAYS, Crossover, name_of
 from ..errors import Unsupported
 from ..recipe import PRECISIONS
 from .tables import Column, share
 
-NOISY = 1.5
-"""A median turn this much slower than the fastest: others were at work while it was measured."""
 COLUMNS = (
     Column("dtype", "dtype"),
     Column("D", "head dim", lambda D: f"{D}"),
-    Column(DENSE, "dense,\nns per pair", lambda seconds: f"{seconds * 1e9:.2f}"),
+    Column(DENSE_WAY, "dense,\nns per pair", lambda seconds: f"{seconds * 1e9:.2f}"),
     *(Column(precision, f"{precision}:\ndense from", share) for precision in PRECISIONS),
 )
 
@@ -31,8 +29,8 @@ def calibrate() -> dict[str, Any]:
     """Measure anew, keep it, and say what came of it."""
     if why := native.why_missing():
         raise Unsupported("there is nothing to calibrate:", {"cpu": why}, "dense attention is used")
-    measured = measure()
-    set_crossover(measured)
+    measured = costs.measure()
+    COST.adopt(measured)
     return _status(measured, cache.write(measured), "measured now")
 
 
@@ -40,18 +38,18 @@ def crossing() -> dict[str, Any]:
     """What is in the cache for this machine, its threads and its instruction set."""
     if why := native.why_missing():
         return {"state": "none", "why": why}
-    isa = native.chosen_isa(host().isas)
+    isa = native.chosen_isa(native.available())
     key = cache.key_of(isa, torch.get_num_threads())
     found, why = cache.read(key)
     if found is not None:
         return _status(found, "", "measured before")
-    return {"state": "none", "why": why, "key": key, "file": _file(key)}
+    return {"state": "none", "why": why, "key": key, "file": _file(key), "failure": COST.failure()}
 
 
 def instruction_sets() -> dict[str, Any]:
     """Those of the native core here, without the ones for tests, and the one that runs."""
     there = [name for name in native.available() if name not in native.FOR_TESTS]
-    runs = native.chosen_isa(host().isas) if there else None
+    runs = native.chosen_isa(native.available()) if there else None
     return {"available": there, "runs": runs, "forced": os.environ.get(native.ENV_ISA) or None}
 
 
@@ -64,6 +62,9 @@ def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:
         "date": crossover.date,
         "took": crossover.took,
         "noise": crossover.noise,
+        "busy": crossover.busy,
+        "steady": crossover.steady,
+        "failure": COST.failure(),
         "rows": rows_of(crossover),
         "costs": cache.to_dict(crossover)["costs"],
     }
@@ -74,26 +75,32 @@ def rows_of(crossover: Crossover) -> list[dict[str, Any]]:
     rows = []
     for dtype, D in ((dtype, D) for dtype in DTYPES.values() for D in HEAD_DIMS):
         pair = {way: crossover.costs[name_of(dtype, D, way)].element for way in WAYS}
-        shares = {p: min(CLEARLY * pair[DENSE] / pair[p], 1.0) for p in PRECISIONS if pair[p]}
-        rows.append({"dtype": dtype, "D": D, DENSE: pair[DENSE], **shares})
+        shares = {p: min(CLEARLY * pair[DENSE_WAY] / pair[p], 1.0) for p in PRECISIONS if pair[p]}
+        rows.append({"dtype": dtype, "D": D, DENSE_WAY: pair[DENSE_WAY], **shares})
     return rows
 
 
 def lines_of(status: dict[str, Any]) -> dict[str, str]:
     """The status in words."""
+    failed = {"calibration failed": status["failure"]} if status.get("failure") else {}
     if status["state"] == "none":
         return {
             "crossover": f"not measured: {status['why']}; a call measures it at first need, or "
-            "`sparge doctor --calibrate`, until then a built-in estimate is used"
+            "`sparge doctor --calibrate`; until then a built-in estimate is used",
+            **failed,
         }
     facts = ", ".join(f"{name} {value}" for name, value in status["key"].items())
-    took = f"in {status['took']:.1f} s, a median turn {status['noise']:.2f}x the fastest"
-    if status["noise"] > NOISY:
-        took += "; others were at work, repeat it with --calibrate when it is quiet"
+    took = (
+        f"in {status['took']:.1f} s, a median turn {status['noise']:.2f}x the fastest, "
+        f"{status['busy']:.0%} of the cores used by others"
+    )
+    if not status["steady"]:
+        took += "; not steady: a later process measures again, or --calibrate on a quiet machine"
     return {
         "crossover": f"{status['state']}, {status['date']}, {took}",
         "measured for": facts,
         "kept in": status["file"] or status["why"],
+        **failed,
     }
 
 

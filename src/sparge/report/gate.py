@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, make_plan
-from ..dispatch.choose import AUTO, DENSE, backends
+from ..dispatch import AUTO, DENSE, backends
 from ..errors import Unsupported
 from ..recipe import DEFAULT, KeepAll, KeepFraction, Recipe
 from ..record import record

@@ -131,15 +131,15 @@ def sparge_parts(show: Showcase, theme: Theme) -> Parts:
     """Our stages in the order they run; attention that ran otherwise is one of them."""
     whole, inside = show.sparge.seconds[0], show.sparge.attention[0]
     named = {
-        "quantize": "sparge: statistics and codes",
-        "plan": "sparge: plan",
-        "attend": "sparge: attend",
+        "sparge: statistics and codes": ("prepare",),
+        "sparge: prediction and selection": ("predict", "select"),
+        "sparge: attend": ("attend",),
     }
     stages = show.sparge.stages
     parts = [
-        (text, stages[stage], colour)
-        for (stage, text), colour in zip(named.items(), theme.stages, strict=True)
-        if stage in stages
+        (text, sum(stages[name] for name in names if name in stages), colour)
+        for (text, names), colour in zip(named.items(), theme.stages, strict=True)
+        if any(name in stages for name in names)
     ]
     other = inside - sum(spent for _, spent, _ in parts)
     if other > 0.005 * inside:

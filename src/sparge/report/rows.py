@@ -10,7 +10,11 @@ from .contender import Contender
 from .entries import SDPA, SPARSE
 from .measure import Truth, kept_score_elements, relative_l1, score_elements
 
-STAGES = {"statistics": "quantize", "selection": "plan", "attention": "attend"}
+STAGES = {
+    "statistics": ("prepare",),
+    "selection": ("predict", "select"),
+    "attention": ("attend",),
+}
 """The names in a row, and those in the record of a run."""
 FLOPS_PER_SCORE = 4
 """Times the head dim: a product and a sum for QK, the same for PV."""
@@ -84,9 +88,12 @@ def _times(contender: Contender, dense: Contender) -> dict[str, Any]:
         "gflops": FLOPS_PER_SCORE * D * kept / seconds / 1e9,
     }
     if contender.runs:
-        for name, stage in STAGES.items():
-            times[name] = statistics.median(run.seconds[stage] for run in contender.runs)
-        before = [run.seconds["quantize"] + run.seconds["plan"] for run in contender.runs]
+        spent = {
+            name: [sum(run.seconds.get(stage, 0.0) for stage in stages) for run in contender.runs]
+            for name, stages in STAGES.items()
+        }
+        times |= {name: statistics.median(each) for name, each in spent.items()}
+        before = map(sum, zip(spent["statistics"], spent["selection"], strict=True))
         shares = [b / d for b, d in zip(before, dense.seconds, strict=True)]
         times["overhead"] = statistics.median(shares)
     return times

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..dispatch.choose import AUTO, Backend
+from ..dispatch import AUTO, Backend
 from ..profile import Profile
 from ..recipe import DEFAULT, KeepMass, Recipe
 from ..tune import Capture, Trace, tune

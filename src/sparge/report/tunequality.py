@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dispatch.choose import CPU
+from ..dispatch import CPU
 from ..evaluate.logits import compare, outputs_of, splits
 from ..evaluate.subject import density_of
 from ..integrations import accelerate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -14,36 +15,43 @@ from typing import Any
 
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 _REQUIRED = object()
 
 
 def read_json_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
-    """The text of a regular UTF-8 file of at most `limit` bytes.
-
-    Raises OSError where it cannot be read, and ValueError where it is refused.
-    """
+    """The text of a file; OSError if it is not a regular one, ValueError beyond `limit` bytes."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # before open(), which waits for a pipe
-        raise ValueError(f"{os.fspath(path)} must be a regular file")
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     with Path(path).open("rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"{os.fspath(path)} must be at most {limit / 2**20:g} MiB")
-    return data.decode("utf-8")
+        raise ValueError(f"{os.fspath(path)} must be at most {limit} bytes; it is larger")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} must be UTF-8 text: {error}") from None
 
 
-def parse_json(text: str) -> Any:
-    """`json.loads` that refuses duplicate keys and deep nesting; every refusal is a ValueError."""
-    too_deep = ValueError(f"the JSON must be nested at most {MAX_DEPTH} levels deep")
+def parse_json(text: str, what: str) -> Any:
+    """The parsed document. `what` begins the error message, such as "a recipe"."""
     try:
         data = json.loads(text, object_pairs_hook=_without_duplicates)
+        _check_depth(data)
     except RecursionError:
-        raise too_deep from None
+        raise ValueError(f"{what} must be valid JSON: {_TOO_DEEP}") from None
+    except ValueError as error:
+        raise ValueError(f"{what} must be valid JSON: {error}") from None
+    return data
+
+
+def _check_depth(data: Any) -> None:
     level = [data]
     for _ in range(MAX_DEPTH):
         level = [item for each in level for item in _items(each)]
         if not level:
-            return data
-    raise too_deep
+            return
+    raise ValueError(_TOO_DEEP)
 
 
 def _items(data: Any) -> Any:
@@ -57,7 +65,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the JSON has the key {short(twice)} twice in one object")
+        raise ValueError(f"the key {short(twice)} stands twice in one object")
     return data
 
 

@@ -22,17 +22,6 @@ BLOCKS = 8
 
 
 @dataclass(frozen=True)
-class Placed(TokenMask):
-    """Some query rows of a longer sequence; the first stands at key position `at`."""
-
-    at: int = 0
-
-    @property
-    def offset(self) -> int:
-        return self.at
-
-
-@dataclass(frozen=True)
 class Capture:
     """One call of one sequence.
 
@@ -64,13 +53,13 @@ class Capture:
         """Where block i lies in `query`; only the last may be shorter than the others."""
         return block_range(i, BLOCK_Q, self.query.shape[2])
 
-    def tokens(self, i: int) -> Placed:
+    def tokens(self, i: int) -> TokenMask:
         """What block i may attend, at its place in the whole call."""
         rows = self.rows(i)
         mask = self.attn_mask
         mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows].contiguous()
-        Lq, Lk, at = rows.stop - rows.start, self.key.shape[2], self.starts[i] + self.offset
-        return Placed(Lq, Lk, self.is_causal, attn_mask=mask, at=at)
+        Lq, offset = rows.stop - rows.start, self.starts[i] + self.offset
+        return TokenMask(Lq, self.key.shape[2], self.is_causal, offset, mask)
 
     def head(self, h: int) -> Capture:
         """One query head alone."""

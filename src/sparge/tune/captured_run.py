@@ -6,24 +6,21 @@ output is that of the whole call for these rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..attend import attend
 from ..backends.dense import attend_dense
-from ..blockplan import BlockPlan
 from ..call import Call, work_dtype
-from ..dispatch.choose import AUTO, Backend, choose, get_backend, host
-from ..geometry import ROW_GROUP, n_blocks
-from ..plan import make_plan
-from ..qtensor import Operands, QTensor
-from ..quantize import quantize
+from ..check import check_call
+from ..dispatch import AUTO, Backend, choose, get_backend
+from ..geometry import n_blocks
 from ..recipe import Recipe
+from ..stages import Prepared
 from ..support.autocast import without_autocast
-from .capture import Capture, Placed
+from ..tokenmask import TokenMask
+from .capture import Capture
 
 
 @dataclass(frozen=True)
@@ -39,23 +36,30 @@ class Measured:
 
 def backend_for(capture: Capture, recipe: Recipe, name: str = AUTO) -> Backend:
     """The backend that runs a capture sparse; dense attention has nothing to tune."""
-    B, Hq, rows, D = capture.query.shape
-    call = Call(
-        B=B,
-        Hq=Hq,
-        Hk=capture.key.shape[1],
-        Lq=rows,
-        Lk=capture.key.shape[2],
-        D=D,
-        Dv=capture.value.shape[3],
-        dtype=capture.query.dtype,
-        device=capture.query.device.type,
-        scale=capture.scale,
-        recipe=recipe,
+    return get_backend(choose(_call_of(capture, recipe), name, dense_ok=False).backend)
+
+
+def _call_of(capture: Capture, recipe: Recipe, i: int | None = None) -> Call:
+    """The call of all kept blocks, or of one at its place in the sequence."""
+    tokens = capture.tokens(0 if i is None else i)
+    rows = slice(None) if i is None else capture.rows(i)
+    return check_call(
+        capture.query[:, :, rows],
+        capture.key,
+        capture.value,
         is_causal=capture.is_causal,
-        has_mask=capture.attn_mask is not None,
+        offset=tokens.offset,
+        scale=capture.scale,
+        enable_gqa=True,
+        recipe=recipe,
     )
-    return get_backend(choose(host(), call, name, dense_ok=False).backend)
+
+
+def prepare_capture(capture: Capture, recipe: Recipe, backend: Backend) -> Prepared:
+    """One pass over the keys for all kept blocks."""
+    tensors = (capture.query, capture.key, capture.value)
+    call = _call_of(capture, recipe)
+    return backend.stages().prepare(call, *tensors, to_plan=True, to_attend=True)
 
 
 def exact_output(capture: Capture) -> Tensor:
@@ -75,7 +79,7 @@ def exact_output(capture: Capture) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def masked(scores: Tensor, tokens: Placed, h: int) -> Tensor:
+def masked(scores: Tensor, tokens: TokenMask, h: int) -> Tensor:
     """Scores of a block's rows with the first keys, bias added, -inf where not allowed."""
     cols = slice(0, scores.shape[1])
     allowed, bias = tokens.region(0, h, slice(0, tokens.Lq), cols, scores.device)
@@ -83,7 +87,7 @@ def masked(scores: Tensor, tokens: Placed, h: int) -> Tensor:
     return scores if allowed is None else scores.masked_fill_(~allowed, -torch.inf)
 
 
-def keys_seen(tokens: Placed) -> int:
+def keys_seen(tokens: TokenMask) -> int:
     """Keys up to the last that the diagonal shows to any row; at least one."""
     if not tokens.is_causal:
         return tokens.Lk
@@ -102,70 +106,19 @@ def run_captured(
     sums = torch.zeros((6, Hq), dtype=torch.float64, device=device)
     wrong, right, kept, allowed, pv_skips, pv_groups = sums.unbind()
     with torch.no_grad(), without_autocast(device.type):
-        for i, (operands, plan) in enumerate(_planned(capture, recipe, backend)):
+        stages, whole = backend.stages(), prepare_capture(capture, recipe, backend)
+        for i in range(len(capture.starts)):
             tokens, rows = capture.tokens(i), capture.rows(i)
-            done = attend(
-                operands,
-                plan,
-                tokens,
-                scale=capture.scale,
-                recipe=recipe,
-                dtype=capture.query.dtype,
-                backend=backend,
-            )
+            prepared, call = whole.query_blocks(i, i + 1), _call_of(capture, recipe, i)
+            mass = stages.predict(call, prepared, tokens) if call.predicts else None
+            plan = stages.select(call, prepared, mass, tokens)
+            done = stages.attend(call, prepared, plan, tokens)
             truth = exact[:, rows].double()
             wrong += (done.out[0].double() - truth).abs().sum((1, 2))
             right += truth.abs().sum((1, 2))
             kept += plan.counts[0].sum(-1)
             allowed += plan.allowed[0].sum(-1)
             pv_skips += done.pv_skips[0].sum(-1)
-            pv_groups += plan.counts[0].sum(-1) * n_blocks(tokens.Lq, ROW_GROUP)
+            pv_groups += plan.counts[0].sum(-1) * n_blocks(tokens.Lq, backend.row_group)
     error = torch.where(wrong == 0, 0.0, wrong / right)
     return Measured(error, kept, allowed, pv_skips, pv_groups)
-
-
-def _planned(
-    capture: Capture, recipe: Recipe, backend: Backend
-) -> Iterator[tuple[Operands, BlockPlan]]:
-    tensors = (capture.query, capture.key, capture.value)
-    scale, n = capture.scale, len(capture.starts)
-    if not backend.shares_statistics:
-        for i in range(n):
-            query = capture.query[:, :, capture.rows(i)].contiguous()
-            yield (
-                quantize(
-                    query, *tensors[1:], scale=scale, precision=recipe.precision, backend=backend
-                ),
-                make_plan(
-                    query,
-                    capture.key,
-                    capture.tokens(i),
-                    block_mask=None,
-                    scale=scale,
-                    recipe=recipe,
-                    backend=backend,
-                ),
-            )
-        return
-    # One pass over the keys serves all blocks; what belongs to a block of queries is cut out.
-    operands, statistics = backend.stage("quantize").prepare(*tensors, scale=scale, recipe=recipe)
-    for i in range(n):
-        rows, shift = capture.rows(i), operands.lse_shift
-        lse_shift = None if shift is None else shift[:, :, rows].contiguous()
-        own = {
-            name: None if x is None else x[:, :, i : i + 1].contiguous()
-            for name in ("q_pooled", "q_similarity")
-            for x in (getattr(statistics, name),)
-        }
-        block = replace(operands, query=_query_rows(operands.query, rows), lse_shift=lse_shift)
-        plan = backend.stage("plan").plan_from(
-            block, replace(statistics, **own), capture.tokens(i), scale=scale, recipe=recipe
-        )
-        yield block, plan
-
-
-def _query_rows(x: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
-    if not isinstance(x, QTensor):
-        return x[:, :, rows].contiguous()
-    assert x.rows_per_scale == 1
-    return QTensor(x.codes[:, :, rows].contiguous(), x.scale[:, :, rows].contiguous())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..dispatch.choose import AUTO, Backend
+from ..dispatch import AUTO, Backend
 from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings
 from ..recipe import DEFAULT, Recipe
 from .capture import Capture

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dispatch.choose import DENSE
+from ..dispatch import DENSE
 from ..fingerprint import fingerprint
 from ..integrations import accelerate
 from .capture import BLOCKS, captures_of

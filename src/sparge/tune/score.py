@@ -19,18 +19,16 @@ import torch
 from torch import Tensor
 
 from ..backends.forced import forced_blocks
-from ..backends.reference.plan import BlockStatistics, block_statistics, predict_mean
-from ..backends.reference.prepare import smooth_keys
-from ..backends.reference.scores import working
+from ..backends.reference.predict import predict_mean
+from ..backends.reference.prepare import block_statistics, smooth_keys
 from ..call import work_dtype
-from ..dispatch.choose import Backend
+from ..dispatch import Backend
 from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, in_blocks, n_blocks, sampled_rows
-from ..qtensor import QTensor
-from ..quantize import quantize
+from ..qtensor import QTensor, working
 from ..recipe import Recipe
 from ..tokenmask import EXCLUDED
 from .capture import Capture
-from .captured_run import exact_output, keys_seen, masked
+from .captured_run import exact_output, keys_seen, masked, prepare_capture
 
 MOST_BYTES = 1 << 30
 """Limit of what is held at once. A head above it is scored on fewer groups of rows; a layer above
@@ -92,10 +90,7 @@ class CaptureScorer:
         self.capture, self.recipe = capture, recipe
         self.exact = exact_output(capture)
         self.work = work_dtype(capture.query.dtype)
-        given = (capture.query, capture.key, capture.value)
-        operands = quantize(
-            *given, scale=capture.scale, precision=recipe.precision, backend=backend
-        )
+        operands = prepare_capture(capture, recipe, backend).operands
         numbers = (operands.query, operands.key, operands.value)
         self.q, self.k, self.v = (self._numbers(x) for x in numbers)
         self.smooth, _ = smooth_keys(capture.key)
@@ -147,17 +142,15 @@ class CaptureScorer:
 
     def _prediction(self, h: int, rows: Tensor) -> Prediction:
         kv = h // self.capture.group
-        of_q, of_k = self._statistics
+        (q_pooled, q_similarity), (k_pooled, k_similarity) = self._statistics
         may, forced = self._places(h)
-        pooled = of_q.pooled[:, h : h + 1], of_k.pooled[:, kv : kv + 1]
+        pooled = q_pooled[:, h : h + 1], k_pooled[:, kv : kv + 1]
         Lk, scale = self.capture.key.shape[2], self.capture.scale
         mean = predict_mean(*pooled, may[None, None], Lk=Lk, scale=scale)[0, 0]
-        return Prediction(
-            mean, rows.float(), may, forced, of_q.similarity[0, h], of_k.similarity[0, kv]
-        )
+        return Prediction(mean, rows.float(), may, forced, q_similarity[0, h], k_similarity[0, kv])
 
     @cached_property
-    def _statistics(self) -> tuple[BlockStatistics, BlockStatistics]:
+    def _statistics(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         return block_statistics(self.capture.query, BLOCK_Q), block_statistics(self.smooth, BLOCK_K)
 
     def _places(self, h: int) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ class Trace:
     def open(cls, directory: str | os.PathLike[str]) -> Trace:
         path = Path(directory) / MANIFEST
         try:
-            data = parse_json(read_json_text(path))
+            data = parse_json(read_json_text(path), "it")
             if data["format"] not in READS:
                 raise ValueError(
                     f"its format is {data['format']!r}, this sparge reads {' and '.join(READS)}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..dispatch.choose import AUTO
+from ..dispatch import AUTO
 from ..fingerprint import Fingerprint
 from ..profile import LayerSettings, Profile
 from ..recipe import DEFAULT, Recipe
@@ -138,7 +138,7 @@ class _State:
 
     def _read(self, path: Path) -> None:
         try:
-            data = parse_json(read_json_text(path))
+            data = parse_json(read_json_text(path), "it")
             if data["format"] != STATE_FORMAT or data["asked"] != self.asked:
                 raise ValueError("it is of another trace, or of other bounds or settings")
             for name, each in data["layers"].items():

@@ -14,8 +14,8 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-from ..backends.cpu import cost_file as cache
 from ..support.atomic_files import replace_file
+from ..support.cache_directory import cache_directory
 from .catalogue import ZooModel
 from .process import last_line, run_module
 from .show import stage
@@ -27,7 +27,7 @@ LIBRARIES = ("gguf", "safetensors", "sparge", "torch", "transformers")
 
 
 def root() -> Path:
-    return cache.directory() / "zoo"
+    return cache_directory() / "zoo"
 
 
 def wheels() -> Path:

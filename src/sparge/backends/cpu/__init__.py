@@ -1,1 +1,41 @@
 """The native core for the processor (csrc/)."""
+
+from __future__ import annotations
+
+import torch
+
+from ...backend import CPU, Backend
+from ...call import Call
+from ...host import Host
+from ...stages import Stages
+from . import library
+from .cost import COST
+
+# Read once: a graph being traced then sees constants.
+MISSING, ISAS = library.why_missing(), library.available()
+
+
+def _stages() -> Stages:
+    from . import stages
+
+    return stages
+
+
+def _refusal(host: Host, call: Call) -> str | None:
+    if call.device != "cpu":
+        return f"it runs on the cpu, and the tensors are on {call.device}"
+    if call.dtype == torch.float64:
+        return "it computes in fp32; the reference serves float64"
+    if MISSING is None:
+        library.chosen_isa(ISAS)  # raises if a forced name is not there
+    return MISSING
+
+
+CPU_BACKEND = Backend(
+    CPU,
+    "native core for the processor, with the best instruction set it has",
+    _stages,
+    _refusal,
+    COST,
+    isa=lambda host, call: library.chosen_isa(ISAS),
+)

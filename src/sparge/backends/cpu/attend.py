@@ -8,32 +8,24 @@ import torch
 from torch import Tensor
 
 from ...blockplan import BlockPlan
-from ...qtensor import Operands
-from ...recipe import PRECISIONS, Recipe, heads_of
+from ...call import Call
+from ...qtensor import working
+from ...recipe import PRECISIONS, heads_of
+from ...stages import Attended, Gradients, Prepared
 from ...tokenmask import TokenMask
-from ..reference import backward
-from . import library as native
+from . import library
 from .arguments import kinds_of, parts_of
 
 
-def attend(
-    operands: Operands,
-    plan: BlockPlan,
-    tokens: TokenMask,
-    *,
-    scale: float,
-    recipe: Recipe,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(out, lse, pv_skips)`; `dtype` is the caller's."""
+def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
+    operands = prepared.operands
     q, q_scale, q_rows = parts_of(operands.query)
     k, k_scale, k_rows = parts_of(operands.key)
     v, v_scale, _ = parts_of(operands.value)
-    B, Hq, Lq = q.shape[:3]
-    out = q.new_empty((B, Hq, Lq, v.shape[3]), dtype=dtype)
-    lse = q.new_empty((B, Hq, Lq), dtype=torch.float32)
+    out = q.new_empty((call.B, call.Hq, call.Lq, call.Dv), dtype=call.dtype)
+    lse = q.new_empty((call.B, call.Hq, call.Lq), dtype=torch.float32)
     pv_skips = torch.empty_like(plan.counts)
-    native.ops().attend(
+    library.ops().attend(
         q,
         k,
         v,
@@ -43,24 +35,25 @@ def attend(
         k_rows,
         v_scale,
         operands.lse_shift,
-        _pv_skip(recipe, Hq),
+        _pv_skip(call),
         plan.counts.contiguous(),
         plan.indices.contiguous(),
         tokens.attn_mask,
         kinds_of(tokens),
         tokens.is_causal,
         tokens.offset,
-        PRECISIONS.index(recipe.precision),
-        scale,
+        PRECISIONS.index(call.recipe.precision),
+        call.scale,
         out,
         lse,
         pv_skips,
-        native.isa_number(),
+        library.isa_number(),
     )
-    return out, lse, pv_skips
+    return Attended(out, lse, pv_skips)
 
 
-def attend_backward(
+def backward(
+    call: Call,
     grad_out: Tensor,
     grad_lse: Tensor,
     query: Tensor,
@@ -69,40 +62,34 @@ def attend_backward(
     out: Tensor,
     plan: BlockPlan,
     tokens: TokenMask,
-    *,
-    scale: float,
-    recipe: Recipe,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(grad_query, grad_key, grad_value)`, added up in fp32, in the caller's dtypes."""
-    if recipe.precision == "half" and query.dtype == torch.float32:
-        # Its scores are those of rounded numbers, its products those of the caller's.
-        return backward.attend_backward(
-            grad_out, grad_lse, query, key, value, out, plan, tokens, scale=scale, recipe=recipe
-        )
+) -> Gradients:
+    """Summed in fp32, returned in the caller's dtypes."""
+    inputs = [query, key, value]
+    if call.recipe.precision == "half" and call.dtype == torch.float32:
+        inputs = [working(x, "half") for x in inputs]
     delta = (grad_out.float() * out.float()).sum(-1) - grad_lse.float()
-    grads = [torch.empty(x.shape, dtype=torch.float32) for x in (query, key, value)]
-    native.ops().backward(
-        query,
-        key,
-        value,
+    grads = [torch.empty(x.shape, dtype=torch.float32) for x in inputs]
+    library.ops().backward(
+        *inputs,
         grad_out,
         delta.contiguous(),
-        _pv_skip(recipe, query.shape[1]),
+        _pv_skip(call),
         plan.counts.contiguous(),
         plan.indices.contiguous(),
         tokens.attn_mask,
         kinds_of(tokens),
         tokens.is_causal,
         tokens.offset,
-        scale,
+        call.scale,
         *grads,
-        native.isa_number(),
+        library.isa_number(),
     )
-    dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True))
+    dq, dk, dv = (grad.to(call.dtype) for grad in grads)
     return dq, dk, dv
 
 
-def _pv_skip(recipe: Recipe, Hq: int) -> Tensor | None:
-    if recipe.pv_skip is None:
+def _pv_skip(call: Call) -> Tensor | None:
+    pv_skip = call.recipe.pv_skip
+    if pv_skip is None:
         return None
-    return torch.tensor(heads_of(recipe.pv_skip, Hq, none=math.inf), dtype=torch.float32)
+    return torch.tensor(heads_of(pv_skip, call.Hq, none=math.inf), dtype=torch.float32)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -19,23 +17,13 @@ from pathlib import Path
 import torch
 
 from ...support.atomic_files import replace_file
+from ...support.cache_directory import cache_directory
 from ...support.cpuinfo import cpu_name
-from . import library as native
-from .crossover import Cost, Crossover, names
+from ...support.json_text import parse_json, read_json_text
+from . import library
+from .crossover import Crossover, UnitCosts, names
 
-ENV_CACHE = "SPARGE_CACHE"
-FILE_FORMAT = "sparge.crossover/1"
-
-
-def directory() -> Path:
-    """`SPARGE_CACHE`, or where this system keeps what can be made again."""
-    if own := os.environ.get(ENV_CACHE):
-        return Path(own)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "sparge"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "sparge"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparge"
+FILE_FORMAT = "sparge.crossover/2"
 
 
 def key_of(isa: str, threads: int) -> dict[str, str]:
@@ -53,14 +41,14 @@ def key_of(isa: str, threads: int) -> dict[str, str]:
 
 def path_of(key: Mapping[str, str]) -> Path:
     digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:12]
-    return directory() / f"crossover-{digest}.json"
+    return cache_directory() / f"crossover-{digest}.json"
 
 
 def read(key: Mapping[str, str]) -> tuple[Crossover | None, str]:
     """The measurement of a key and "", or None and why there is none."""
     try:
         path = path_of(key)
-        return _parse(path.read_text(encoding="utf-8"), key), ""
+        return _parse(read_json_text(path), key), ""
     except FileNotFoundError:
         return None, "nothing was measured yet"
     except (OSError, RuntimeError) as error:  # pathlib raises the latter without a home
@@ -88,29 +76,30 @@ def to_dict(crossover: Crossover) -> dict[str, object]:
         "date": crossover.date,
         "took": crossover.took,
         "noise": crossover.noise,
+        "busy": crossover.busy,
         "costs": {name: asdict(cost) for name, cost in crossover.costs.items()},
     }
 
 
 def _parse(text: str, key: Mapping[str, str]) -> Crossover:
-    data = json.loads(text)
+    data = parse_json(text, "it")
     if data["format"] != FILE_FORMAT:
         raise ValueError(f"its format is {data['format']!r}, needed is {FILE_FORMAT!r}")
     if data["key"] != dict(key):
         raise ValueError("it was measured for another key")
-    costs = {name: Cost(**data["costs"][name]) for name in names()}
+    costs = {name: UnitCosts(**data["costs"][name]) for name in names()}
     for name, cost in costs.items():
         for number in (cost.call, cost.token, cost.element):
             if isinstance(number, bool) or not 0 <= number < math.inf:
                 raise ValueError(f"{name} must be seconds, got {number!r}")
-    took, noise = float(data["took"]), float(data["noise"])
-    return Crossover(costs, dict(key), str(data["date"]), took, noise, measured=True)
+    facts = {name: float(data[name]) for name in ("took", "noise", "busy")}
+    return Crossover(costs, dict(key), str(data["date"]), **facts, measured=True)
 
 
 def native_build() -> str:
     """Size and time of the library's file; "" where there is none."""
     try:
-        facts = Path(native.library() or "").stat()
+        facts = Path(library.library() or "").stat()
     except OSError:
         return ""
     return f"{facts.st_size}-{facts.st_mtime_ns}"

@@ -1,10 +1,10 @@
-"""NOUN what dense attention and ours cost on a machine, and so which of them a call is faster with.
+"""NOUN what dense attention and the native core cost on a machine, and which is faster for a call.
 
     dense:  call + element · pairs that torch computes
     ours:   call + token · rows of Q, K and V + element · (pairs sampled by the plan + pairs kept)
 
-Seconds, for each dtype, head dim 64 and 128, and way of computing; measured by calibrate.py, kept
-by cache.py, and estimated here for as long as nothing was measured.
+Seconds, for each dtype, head dim 64 and 128, and way of computing: measured by calibrate.py, kept
+by cost_file.py, and estimated here until then.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...backend import ESTIMATED, MEASURED, Estimate
+from ...blockplan import BlockPlan
 from ...call import Call
-from ...geometry import BLOCK_K, BLOCK_Q, diagonal_offset
+from ...geometry import BLOCK_K, BLOCK_Q
 from ...recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, Recipe, heads_of
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
-DENSE, DENSE_LSE = "dense", "dense+lse"
-WAYS = (DENSE, DENSE_LSE, *PRECISIONS)
+DENSE_WAY, DENSE_LSE = "dense", "dense+lse"
+WAYS = (DENSE_WAY, DENSE_LSE, *PRECISIONS)
+MOST_NOISE, MOST_BUSY = 1.5, 0.25
+"""Beyond either, a measurement is made again later."""
 CLEARLY = 0.97
 """Ours is taken where its predicted time is below this share of dense attention's."""
 MASS_DENSITY = 0.6
@@ -37,7 +41,7 @@ its size is not known here, and never slower comes first."""
 
 
 @dataclass(frozen=True)
-class Cost:
+class UnitCosts:
     """Seconds for a call, for a row of Q, K or V, and for a query-key pair."""
 
     call: float
@@ -46,47 +50,42 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What a call is predicted to take in ours and in dense attention."""
-
-    seconds: float
-    dense_seconds: float
-    density: float
-    measured: bool
-
-    @property
-    def faster(self) -> bool:
-        return self.seconds < CLEARLY * self.dense_seconds
-
-    @property
-    def source(self) -> str:
-        return source(self.measured)
-
-    def __str__(self) -> str:
-        return (
-            f"predicted {self.seconds * 1e3:.2f} ms at density {self.density:.2f}, dense attention "
-            f"{self.dense_seconds * 1e3:.2f} ms ({self.source})"
-        )
-
-
-@dataclass(frozen=True)
 class Crossover:
-    """costs: by `name_of(dtype, D, way)`; key: what they hold for. Of measuring: date, seconds it
-    took, and noise, the median time of a turn over the fastest; 1 on a machine that is left alone.
+    """costs: by `name_of(dtype, D, way)`. key: what they hold for.
+
+    date, took: when it was measured and how many seconds that took. noise: the median time of a
+    turn over the fastest; 1 on a quiet machine. busy: the share of the cores that other programs
+    took meanwhile.
     """
 
-    costs: Mapping[str, Cost]
+    costs: Mapping[str, UnitCosts]
     key: Mapping[str, str] = field(default_factory=dict)
     date: str = ""
     took: float = 0.0
     noise: float = 1.0
+    busy: float = 0.0
     measured: bool = False
 
+    @property
+    def steady(self) -> bool:
+        """Whether the machine was quiet enough for the numbers to be kept for good."""
+        return self.noise <= MOST_NOISE and self.busy <= MOST_BUSY
+
+    @property
+    def source(self) -> str:
+        return MEASURED if self.measured else ESTIMATED
+
+    @property
+    def words(self) -> str:
+        """Where the numbers come from, for messages."""
+        if not self.measured:
+            return "built-in estimate, nothing was measured"
+        return "measured on this machine" + ("" if self.steady else " while it was busy")
+
     def predict_dense(self, call: Call) -> float:
-        cost = self._cost(DENSE_LSE if call.return_lse else DENSE, call)
-        offset = diagonal_offset(call.Lq, call.Lk, call.causal_align)
-        # attend/dense.py: only a plain diagonal is one that torch skips the upper half of.
-        skips = call.is_causal and not (call.return_lse or call.has_mask or offset)
+        cost = self._cost(DENSE_LSE if call.return_lse else DENSE_WAY, call)
+        # backends/dense.py: torch skips the upper half of a plain diagonal only.
+        skips = call.is_causal and not (call.return_lse or call.has_mask or call.offset)
         pairs = allowed_pairs(call) if skips else call.Lq * call.Lk
         return cost.call + cost.element * call.B * call.Hq * pairs
 
@@ -112,9 +111,24 @@ class Crossover:
         """Before there is a plan."""
         density = expected_density(call)
         ours, dense = self.predict_sparse(call, density), self.predict_dense(call)
-        return Estimate(ours, dense, density, self.measured)
+        reason = (
+            f"predicted {ours * 1e3:.2f} ms at density {density:.2f}, dense attention "
+            f"{dense * 1e3:.2f} ms ({self.words})"
+        )
+        return Estimate(ours < CLEARLY * dense, reason, self.source)
 
-    def _cost(self, way: str, call: Call) -> Cost:
+    def estimate_plan(self, call: Call, plan: BlockPlan) -> Estimate:
+        """Once there is a plan: attention alone, since what came before is paid for."""
+        blocks, kept = plan.indices.numel(), int(plan.counts.sum())
+        dense, ours = self.predict_dense(call), self.predict_attend(call, kept / blocks)
+        whole = self.predict_attend(call, int(plan.allowed.sum()) / blocks)
+        reason = (
+            f"the plan keeps {plan.density:.0%} of the blocks; dense attention is faster from "
+            f"{CLEARLY * dense / whole:.0%} ({self.words})"
+        )
+        return Estimate(ours < CLEARLY * dense, reason, self.source)
+
+    def _cost(self, way: str, call: Call) -> UnitCosts:
         """Linear in the head dim, and never less than half of what 64 cost: softmax remains."""
         low, high = (self.costs[name_of(DTYPES[call.dtype], D, way)] for D in HEAD_DIMS)
         along = ((call.D + call.Dv) / 2 - HEAD_DIMS[0]) / (HEAD_DIMS[1] - HEAD_DIMS[0])
@@ -122,7 +136,7 @@ class Crossover:
         def between(a: float, b: float) -> float:
             return max(a + (b - a) * along, a / 2)
 
-        return Cost(
+        return UnitCosts(
             between(low.call, high.call),
             between(low.token, high.token),
             between(low.element, high.element),
@@ -138,22 +152,17 @@ def names() -> list[str]:
     return [name_of(dtype, D, way) for dtype in DTYPES.values() for D in HEAD_DIMS for way in WAYS]
 
 
-def source(measured: bool) -> str:
-    return "measured on this machine" if measured else "by the built-in estimate"
-
-
 def allowed_pairs(call: Call) -> int:
     """Query-key pairs on or below the diagonal of one head, or all."""
     if not call.is_causal:
         return call.Lq * call.Lk
-    offset = diagonal_offset(call.Lq, call.Lk, call.causal_align)
 
     def of_first(rows: int) -> int:
         """1 + 2 + … + rows, none more than Lk."""
         growing = min(max(rows, 0), call.Lk)
         return growing * (growing + 1) // 2 + (max(rows, 0) - growing) * call.Lk
 
-    return of_first(call.Lq + offset) - of_first(offset)
+    return of_first(call.Lq + call.offset) - of_first(call.offset)
 
 
 def block_pairs(call: Call) -> int:
@@ -202,10 +211,10 @@ def _built_in() -> Crossover:
     """Nanoseconds of one thread with AVX2 at head dim 64, twice that at 128. Only ratios matter,
     and ours are a quarter dearer than measured there: a machine not known yet is not gambled on."""
     ours = {"int8": 4.0, "int8-fast": 3.8, "half": 5.0, "exact": 5.0}
-    elements = {DENSE: 4.0, DENSE_LSE: 12.0, **ours}
+    elements = {DENSE_WAY: 4.0, DENSE_LSE: 12.0, **ours}
     tokens, calls = dict.fromkeys(ours, 150.0), dict.fromkeys(ours, 500_000.0)
     costs = {
-        name_of(dtype, D, way): Cost(
+        name_of(dtype, D, way): UnitCosts(
             calls.get(way, 20_000.0) * 1e-9,
             tokens.get(way, 0.0) * 1e-9 * D / HEAD_DIMS[0],
             elements[way] * 1e-9 * D / HEAD_DIMS[0],

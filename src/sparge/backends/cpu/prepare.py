@@ -1,7 +1,4 @@
-"""One pass over K after its mean, one over Q, one over V, in the native core (csrc/statistics.h).
-
-The same pass makes what planning reads, so `attention` runs it once: `prepare` gives both.
-"""
+"""One pass over K after its mean, one over Q, one over V, by csrc/statistics.h."""
 
 from __future__ import annotations
 
@@ -10,124 +7,106 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...call import Call
 from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ...qtensor import Operands, QTensor
-from ...recipe import QUANTIZED, KeepAll, Recipe
-from . import library as native
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What planning reads of q and k: pooled tokens `[B, H, n, D]`, self-similarities `[B, H, n]`;
-    None where the recipe does not ask for them."""
-
-    q_pooled: Tensor | None = None
-    k_pooled: Tensor | None = None
-    q_similarity: Tensor | None = None
-    k_similarity: Tensor | None = None
-
-
-def quantize(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, precision: str
-) -> Operands:
-    """Operands of `"int8"` and `"int8-fast"`, one scale per token."""
-    return _pass(query, key, value, scale=scale, precision=precision)[0]
+from ...stages import Prepared, Statistics
+from . import library
 
 
 def prepare(
-    query: Tensor, key: Tensor, value: Tensor | None, *, scale: float, recipe: Recipe
-) -> tuple[Operands, Statistics]:
-    """Operands and statistics together; without a value, those of planning alone."""
-    predicts = not isinstance(recipe.keep, KeepAll)
-    return _pass(
-        query,
-        key,
-        value,
-        scale=scale,
-        precision=recipe.precision,
-        pools=predicts and recipe.predictor != "rows",
-        judges=predicts and recipe.min_similarity is not None,
-        codes=value is not None or (predicts and recipe.predictor != "mean"),
-    )
-
-
-def _pass(
+    call: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
     *,
-    scale: float,
-    precision: str,
-    pools: bool = False,
-    judges: bool = False,
-    codes: bool = True,
-) -> tuple[Operands, Statistics]:
-    codes = codes and precision in QUANTIZED
-    mean = None
-    if codes or pools or judges:
-        mean = key.new_empty((*key.shape[:2], key.shape[3]), dtype=torch.float32)
-        native.ops().key_mean(key, mean, native.isa_number())
-    q, q_pooled, q_similarity, lse_shift = _over(
-        query,
-        BLOCK_Q,
-        None,
-        mean if codes and value is not None else None,
-        scale,
-        codes,
-        pools,
-        judges,
+    to_plan: bool,
+    to_attend: bool,
+) -> Prepared:
+    asked = _Asked(
+        codes=call.recipe.quantized and (to_attend or call.samples_rows),
+        pooled=to_plan and call.pools_blocks,
+        similarity=to_plan and call.predicts and call.recipe.min_similarity is not None,
     )
-    k, k_pooled, k_similarity, _ = _over(key, BLOCK_K, mean, None, scale, codes, pools, judges)
+    mean = None
+    if asked.anything:
+        mean = key.new_empty((*key.shape[:2], key.shape[3]), dtype=torch.float32)
+        library.ops().key_mean(key, mean, library.isa_number())
+    shifts = asked.codes and to_attend
+    q = _pass(query, BLOCK_Q, asked, scale=call.scale, key_mean=mean if shifts else None)
+    k = _pass(key, BLOCK_K, asked, scale=call.scale, mean=mean)
     v: Tensor | QTensor = key if value is None else value
-    if value is not None and precision == "int8-fast":
+    if to_attend and value is not None and call.recipe.precision == "int8-fast":
         v = _channels(value)
-    operands = Operands(q, k, v, lse_shift)
-    return operands, Statistics(q_pooled, k_pooled, q_similarity, k_similarity)
+    statistics = Statistics(q.pooled, k.pooled, q.similarity, k.similarity)
+    return Prepared(Operands(q.x, k.x, v, q.lse_shift), statistics, value)
 
 
-def _over(
+@dataclass(frozen=True)
+class _Asked:
+    """Which results a pass over Q or K shall give."""
+
+    codes: bool
+    pooled: bool
+    similarity: bool
+
+    @property
+    def anything(self) -> bool:
+        return self.codes or self.pooled or self.similarity
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """What a pass gave; x: codes, or the tensor itself."""
+
+    x: Tensor | QTensor
+    pooled: Tensor | None = None
+    similarity: Tensor | None = None
+    lse_shift: Tensor | None = None
+
+
+def _pass(
     x: Tensor,
     block: int,
-    mean: Tensor | None,
-    key_mean: Tensor | None,
+    asked: _Asked,
+    *,
     scale: float,
-    codes: bool,
-    pools: bool,
-    judges: bool,
-) -> tuple[Tensor | QTensor, Tensor | None, Tensor | None, Tensor | None]:
-    """One pass over x: `(codes or x, pooled, similarity, lse_shift)`."""
-    if not (codes or pools or judges):
-        return x, None, None, None
+    mean: Tensor | None = None,
+    key_mean: Tensor | None = None,
+) -> _Passed:
+    """mean: subtracted from every row. key_mean: of the keys, for the queries' `lse_shift`."""
+    if not asked.anything:
+        return _Passed(x)
     B, H, L, D = x.shape
     n = n_blocks(L, block)
 
-    def room(*shape: int, when: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    def room(when: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
         return x.new_empty(shape, dtype=dtype) if when else None
 
-    code = room(B, H, L, D, when=codes, dtype=torch.int8)
-    row_scale = room(B, H, L, when=codes)
-    pooled, similarity = room(B, H, n, D, when=pools), room(B, H, n, when=judges)
-    lse_shift = room(B, H, L, when=key_mean is not None)
-    native.ops().statistics(
+    codes = room(asked.codes, B, H, L, D, dtype=torch.int8)
+    row_scale = room(asked.codes, B, H, L)
+    pooled, similarity = room(asked.pooled, B, H, n, D), room(asked.similarity, B, H, n)
+    lse_shift = room(key_mean is not None, B, H, L)
+    library.ops().statistics(
         x,
         block,
         mean,
-        code,
+        codes,
         row_scale,
         pooled,
         similarity,
         key_mean,
         scale,
         lse_shift,
-        native.isa_number(),
+        library.isa_number(),
     )
-    q = x if code is None or row_scale is None else QTensor(code, row_scale)
-    return q, pooled, similarity, lse_shift
+    coded = x if codes is None or row_scale is None else QTensor(codes, row_scale)
+    return _Passed(coded, pooled, similarity, lse_shift)
 
 
 def _channels(value: Tensor) -> QTensor:
     B, H, L, D = value.shape
     codes = value.new_empty(value.shape, dtype=torch.int8)
     scale = value.new_empty((B, H, n_blocks(L, BLOCK_K), D), dtype=torch.float32)
-    native.ops().channels(value, codes, scale, native.isa_number())
+    library.ops().channels(value, codes, scale, library.isa_number())
     return QTensor(codes, scale, BLOCK_K, per_channel=True)

@@ -1,4 +1,4 @@
-"""Online softmax over the kept blocks, one query block of one head at a time; said plainly.
+"""Online softmax over the kept blocks, one query block of one head at a time.
 
     for each kept key block j, ascending:
         s        = scores of the block, base 2                          [rows, keys]
@@ -6,7 +6,7 @@
         p        = 2^(s - new row_max), 0 where skipped
         row_sum  = row_sum · 2^(old - new row_max) + Σ p
         acc      = acc     · 2^(old - new row_max) + p · V
-    out = acc / row_sum,  lse = ln2 · (row_max + log2 row_sum) + what smoothing took
+    out = acc / row_sum,  lse = ln2 · (row_max + log2 row_sum) + lse_shift
 
 Rows with nothing to attend give zeros and -inf. A row that is not finite, or keeps a block that
 is not, gives NaN: never a plausible number in its place.
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from ...blockplan import BlockPlan
-from ...call import half_dtype, work_dtype
+from ...call import Call, half_dtype, work_dtype
 from ...geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, in_blocks
-from ...qtensor import Operands, QTensor, finite_rows
-from ...recipe import Recipe, heads_of
+from ...qtensor import Operands, QTensor, finite_rows, working
+from ...recipe import heads_of
+from ...stages import Attended, Prepared
 from ...support.ordered_sums import LN2, dot, exp2, fold_sum, shift_of
 from ...tokenmask import TokenMask
-from .scores import HeadScores, working
+from .scores import HeadScores
 
 
 @dataclass(frozen=True)
@@ -44,28 +45,19 @@ class Tile:
     groups_skipped: int
 
 
-def attend(
-    operands: Operands,
-    plan: BlockPlan,
-    tokens: TokenMask,
-    *,
-    scale: float,
-    recipe: Recipe,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(out, lse, pv_skips)`; `dtype` is the caller's."""
-    B, Hq, Lq = operands.query.shape[:3]
+def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
+    operands, recipe, dtype = prepared.operands, call.recipe, call.dtype
     device = plan.counts.device
-    out = torch.empty((B, Hq, Lq, operands.value.shape[3]), dtype=dtype, device=device)
-    lse = torch.empty((B, Hq, Lq), dtype=work_dtype(dtype), device=device)
+    out = torch.empty((call.B, call.Hq, call.Lq, call.Dv), dtype=dtype, device=device)
+    lse = torch.empty((call.B, call.Hq, call.Lq), dtype=work_dtype(dtype), device=device)
     pv_skips = torch.zeros_like(plan.counts)
-    pv_skip = heads_of(recipe.pv_skip, Hq, none=math.inf)
+    pv_skip = heads_of(recipe.pv_skip, call.Hq, none=math.inf)
     finite_q, finite_k = finite_rows(operands.query), _finite_blocks(operands)
     work = work_dtype(dtype) if recipe.precision == "exact" else torch.float32
     largest = _largest_values(operands.value)
     for b, h, i_q, kept in kept_blocks(plan):
-        rows = block_range(i_q, BLOCK_Q, Lq)
-        head = HeadScores(operands, tokens, b, h, scale=scale, precision=recipe.precision)
+        rows = block_range(i_q, BLOCK_Q, call.Lq)
+        head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=recipe.precision)
         bound = min(largest[b][head.h_k], torch.finfo(dtype).max)
         headroom = _headroom(bound, tokens.Lk, work)
         row_max, row_sum, acc, skipped = _online_softmax(
@@ -86,7 +78,7 @@ def attend(
         out[b, h, rows] = o.masked_fill(broken[:, None], math.nan).to(dtype)
         lse[b, h, rows] = row_lse.masked_fill(broken, math.nan).to(lse.dtype)
         pv_skips[b, h, i_q] = skipped
-    return out, lse, pv_skips
+    return Attended(out, lse, pv_skips)
 
 
 def kept_blocks(plan: BlockPlan) -> Iterator[tuple[int, int, int, list[int]]]:

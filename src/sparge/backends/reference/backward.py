@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from ...blockplan import BlockPlan
-from ...call import work_dtype
+from ...call import Call, work_dtype
 from ...geometry import BLOCK_Q, block_range
-from ...qtensor import Operands
-from ...recipe import Recipe, heads_of
+from ...qtensor import Operands, working
+from ...recipe import heads_of
+from ...stages import Gradients
 from ...support.ordered_sums import exp2, shift_of
 from ...tokenmask import TokenMask
 from .attend import Tile, kept_blocks, walk
 from .scores import HeadScores
 
 
-def attend_backward(
+def backward(
+    call: Call,
     grad_out: Tensor,
     grad_lse: Tensor,
     query: Tensor,
@@ -34,25 +36,24 @@ def attend_backward(
     out: Tensor,
     plan: BlockPlan,
     tokens: TokenMask,
-    *,
-    scale: float,
-    recipe: Recipe,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(grad_query, grad_key, grad_value)` in the caller's dtypes."""
-    work = work_dtype(query.dtype)
-    q, k, v, do, o = (x.to(work) for x in (query, key, value, grad_out, out))
+) -> Gradients:
+    """Derivatives of what the precision computes with: `"half"` rounds q, k and v, and the
+    rounding itself is passed straight through."""
+    work, precision = work_dtype(call.dtype), call.recipe.precision
+    q, k, v = (working(x, precision).to(work) for x in (query, key, value))
+    do, o = grad_out.to(work), out.to(work)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (do * o).sum(-1) - grad_lse.to(work)
-    pv_skip = heads_of(recipe.pv_skip, query.shape[1], none=math.inf)
+    pv_skip = heads_of(call.recipe.pv_skip, call.Hq, none=math.inf)
     operands = Operands(query, key, value)
     for b, h, i_q, kept in kept_blocks(plan):
         rows = block_range(i_q, BLOCK_Q, tokens.Lq)
-        head = HeadScores(operands, tokens, b, h, scale=scale, precision=recipe.precision)
+        head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=precision)
         h_k = head.h_k
         for cols, p in _probabilities(list(walk(head, rows, kept, pv_skip[h])), work):
             dv[b, h_k, cols] += p.T @ do[b, h, rows]
             dp = do[b, h, rows] @ v[b, h_k, cols].T
-            ds = p * (dp - delta[b, h, rows, None]) * scale
+            ds = p * (dp - delta[b, h, rows, None]) * call.scale
             dq[b, h, rows] += ds @ k[b, h_k, cols]
             dk[b, h_k, cols] += ds.T @ q[b, h, rows]
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)

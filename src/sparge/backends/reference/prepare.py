@@ -1,9 +1,9 @@
-"""Symmetric int8: `scale = max|x| / 127`, codes rounded to nearest even, said plainly.
+"""Symmetric int8 codes (`scale = max|x| / 127`, round to nearest even) and block statistics.
 
-Keys are smoothed first, `k' = k - mean(k)` over the sequence of each head: softmax does not
-change, since every score of a row loses the same `q · mean`, and int8 loses far less. That
-constant is handed on as `lse_shift`. A group that is all zero has scale 0; one that is not
-finite has scale NaN and codes 0, so that nothing plausible can come of it.
+The mean key of each head is subtracted first; softmax is invariant to it (every score of a row
+changes by the same `q · mean`) and int8 loses far less. That constant is returned as `lse_shift`.
+A group that is all zero has scale 0; one that is not finite has scale NaN and codes 0, so that no
+plausible number can result from it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...geometry import BLOCK_K, in_blocks
+from ...call import Call
+from ...geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 from ...qtensor import Operands, QTensor
+from ...stages import Prepared, Statistics
 from ...support.ordered_sums import fold_sum, mean_over_rows
+
+
+def prepare(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    to_plan: bool,
+    to_attend: bool,
+) -> Prepared:
+    v = key if value is None else value
+    operands = Operands(query, key, v)
+    if call.recipe.quantized and (to_attend or call.samples_rows):
+        # Planning alone scores rows with the codes of q and k; V is read as it came.
+        precision = call.recipe.precision if to_attend else "int8"
+        operands = quantize(query, key, v, scale=call.scale, precision=precision)
+    statistics = Statistics()
+    if to_plan and call.pools_blocks:
+        (q_pooled, q_similarity), (k_pooled, k_similarity) = (
+            block_statistics(query, BLOCK_Q),
+            block_statistics(smooth_keys(key)[0], BLOCK_K),
+        )
+        statistics = Statistics(q_pooled, k_pooled, q_similarity, k_similarity)
+    return Prepared(operands, statistics, value)
 
 
 def quantize(
@@ -26,7 +53,7 @@ def quantize(
     q_rows_per_scale: int = 1,
     k_rows_per_scale: int = 1,
 ) -> Operands:
-    """Operands of `"int8"` and `"int8-fast"`; a backend names the granularity it gets free."""
+    """Operands of `"int8"` and `"int8-fast"`, in any granularity of scales."""
     smooth, mean = smooth_keys(key)
     return Operands(
         query=quantize_rows(query.float(), q_rows_per_scale),
@@ -34,6 +61,23 @@ def quantize(
         value=quantize_channels(value) if precision == "int8-fast" else value,
         lse_shift=_lse_shift(query, mean, scale),
     )
+
+
+def block_statistics(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Pooled token `[B, H, n, D]` and self-similarity `[B, H, n]` of each block of `x`.
+
+    The self-similarity is the mean of all pairwise cosines of the block's rows.
+    """
+    x = x.float()
+    sizes = block_sizes(x.shape[2], block, x.device)
+    largest = x.abs().amax(-1, keepdim=True)
+    # Divided by its largest entry first, so that squares neither overflow nor vanish.
+    unit = torch.where(largest == 0, 0.0, x / largest)
+    norm = fold_sum(unit * unit, dim=-1).sqrt().unsqueeze(-1)
+    unit = torch.where(largest == 0, 0.0, unit / norm)
+    mean = mean_over_rows(in_blocks(x, -2, block), sizes)
+    mean_unit = mean_over_rows(in_blocks(unit, -2, block), sizes)
+    return mean, fold_sum(mean_unit * mean_unit, dim=-1)
 
 
 def smooth_keys(key: Tensor) -> tuple[Tensor, Tensor]:

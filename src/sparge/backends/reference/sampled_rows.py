@@ -8,31 +8,31 @@ measure the error of a kept set; other rows do for `KeepError` (budget.py).
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from ...blockplan import BlockPlan
-from ...geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks, sampled_rows, slices_of
+from ...call import Call
+from ...geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, sampled_rows, slices_of
 from ...qtensor import Operands
-from ...recipe import QUANTIZED, Recipe
+from ...stages import Prepared
 from ...support.ordered_sums import exp2, fold_sum, shift_of
 from ...tokenmask import TokenMask
 from ..budget import FACTORS, checked_rows
-from .prepare import quantize
 from .scores import HeadScores
 
 KEYS_AT_ONCE = 4096
 
 
-def predict_rows(
-    query: Tensor, key: Tensor, tokens: TokenMask, may: Tensor, *, scale: float, recipe: Recipe
-) -> Tensor:
+def predict_rows(call: Call, operands: Operands, tokens: TokenMask) -> Tensor:
     """`[B, Hq, n_q, n_k]` fp32; zeros where no sampled row attends anything."""
-    operands = operands_of(query, key, key, scale=scale, precision=recipe.precision)
-    out = torch.zeros(may.shape, dtype=torch.float32, device=query.device)
-    for b, h, i_q in _each_block(query):
-        rows = _sample(i_q, tokens.Lq, recipe.sample_rows, query.device)
-        weights = _row_weights(operands, tokens, b, h, rows, scale, recipe.precision)
+    shape = (call.B, call.Hq, call.n_q, call.n_k)
+    out = torch.zeros(shape, dtype=torch.float32, device=operands.query.device)
+    for b, h, i_q in _each_block(call):
+        rows = _sample(i_q, call, out.device)
+        weights = _row_weights(call, operands, tokens, b, h, rows)
         by_block = fold_sum(in_blocks(weights, -1, BLOCK_K), dim=-1)
         row_sum = fold_sum(by_block, dim=-1).unsqueeze(-1)
         attends = row_sum != 0  # a NaN row counts, and makes the whole prediction NaN
@@ -44,25 +44,16 @@ def predict_rows(
 
 
 def sampled_error(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: BlockPlan,
-    tokens: TokenMask,
-    *,
-    scale: float,
-    recipe: Recipe,
+    call: Call, operands: Operands, value: Tensor, plan: BlockPlan, tokens: TokenMask
 ) -> Tensor:
     """Relative L1 of each head `[B, Hq]`: sampled rows over the kept blocks against all blocks."""
-    operands = operands_of(query, key, value, scale=scale, precision=recipe.precision)
     kept = plan.to_mask()
-    B, Hq = query.shape[:2]
-    wrong = torch.zeros((2, B, Hq), dtype=torch.float64, device=query.device)
-    for b, h, i_q in _each_block(query):
-        rows = _sample(i_q, tokens.Lq, recipe.sample_rows, query.device)
-        weights = _row_weights(operands, tokens, b, h, rows, scale, recipe.precision).double()
-        v = value[b, h * value.shape[1] // Hq].double()
-        open_keys = kept[b, h, i_q].repeat_interleave(BLOCK_K)[: tokens.Lk]
+    wrong = torch.zeros((2, call.B, call.Hq), dtype=torch.float64, device=value.device)
+    for b, h, i_q in _each_block(call):
+        rows = _sample(i_q, call, value.device)
+        weights = _row_weights(call, operands, tokens, b, h, rows).double()
+        v = value[b, h * call.Hk // call.Hq].double()
+        open_keys = kept[b, h, i_q].repeat_interleave(BLOCK_K)[: call.Lk]
         dense, sparse = _average(weights, v), _average(weights * open_keys, v)
         wrong[0, b, h] += (sparse - dense).abs().sum()
         wrong[1, b, h] += dense.abs().sum()
@@ -70,29 +61,22 @@ def sampled_error(
 
 
 def step_errors(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first: Tensor,
-    may: Tensor,
-    tokens: TokenMask,
-    *,
-    scale: float,
-    recipe: Recipe,
+    call: Call, prepared: Prepared, first: Tensor, may: Tensor, tokens: TokenMask
 ) -> tuple[Tensor, Tensor]:
     """Sums over the checked rows of |kept - all| `[B, Hq, steps]` and of |all| `[B, Hq]`, fp64.
 
     `first [B, Hq, n_q, n_k]` is the first step that keeps each block.
     """
-    operands = operands_of(query, key, value, scale=scale, precision=recipe.precision)
-    B, Hq = query.shape[:2]
-    wrong = torch.zeros((B, Hq, len(FACTORS)), dtype=torch.float64, device=query.device)
-    whole = torch.zeros((B, Hq), dtype=torch.float64, device=query.device)
-    rows = checked_rows(tokens.Lq, recipe.sample_rows)
+    value = prepared.value
+    assert value is not None
+    B, Hq, device = call.B, call.Hq, value.device
+    wrong = torch.zeros((B, Hq, len(FACTORS)), dtype=torch.float64, device=device)
+    whole = torch.zeros((B, Hq), dtype=torch.float64, device=device)
+    rows = checked_rows(call.Lq, call.recipe.sample_rows)
     for b, h, row in ((b, h, row) for b in range(B) for h in range(Hq) for row in rows):
-        at, i_q = torch.tensor([row], device=query.device), row // BLOCK_Q
-        weights = _row_weights(operands, tokens, b, h, at, scale, recipe.precision)[0].double()
-        v = value[b, h * value.shape[1] // Hq].double()
+        at, i_q = torch.tensor([row], device=device), row // BLOCK_Q
+        weights = _row_weights(call, prepared.operands, tokens, b, h, at)[0].double()
+        v = value[b, h * call.Hk // Hq].double()
         parts = fold_sum(in_blocks(weights.unsqueeze(-1) * v, -2, BLOCK_K), dim=-2)
         sums = fold_sum(in_blocks(weights, -1, BLOCK_K), dim=-1)
         every = _over_blocks(parts, sums, may[b, h, i_q])
@@ -110,37 +94,21 @@ def _over_blocks(parts: Tensor, sums: Tensor, kept: Tensor) -> Tensor:
     return torch.where(row_sum == 0, 0.0, out / row_sum)
 
 
-def operands_of(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, precision: str
-) -> Operands:
-    """Query and key in the run's own precision; the value is left as it is."""
-    if precision in QUANTIZED:
-        return quantize(query, key, value, scale=scale, precision="int8")
-    return Operands(query, key, value)
+def _each_block(call: Call) -> list[tuple[int, int, int]]:
+    return list(itertools.product(range(call.B), range(call.Hq), range(call.n_q)))
 
 
-def _each_block(query: Tensor) -> list[tuple[int, int, int]]:
-    B, Hq, Lq = query.shape[:3]
-    n_q = n_blocks(Lq, BLOCK_Q)
-    return [(b, h, i_q) for b in range(B) for h in range(Hq) for i_q in range(n_q)]
-
-
-def _sample(i_q: int, Lq: int, sample_rows: int, device: torch.device) -> Tensor:
-    rows = block_range(i_q, BLOCK_Q, Lq)
-    return rows.start + torch.tensor(sampled_rows(rows.stop - rows.start, sample_rows)).to(device)
+def _sample(i_q: int, call: Call, device: torch.device) -> Tensor:
+    rows = block_range(i_q, BLOCK_Q, call.Lq)
+    within = sampled_rows(rows.stop - rows.start, call.recipe.sample_rows)
+    return rows.start + torch.tensor(within).to(device)
 
 
 def _row_weights(
-    operands: Operands,
-    tokens: TokenMask,
-    b: int,
-    h: int,
-    rows: Tensor,
-    scale: float,
-    precision: str,
+    call: Call, operands: Operands, tokens: TokenMask, b: int, h: int, rows: Tensor
 ) -> Tensor:
     """exp(score - row_max) of some rows over all keys `[r, Lk]`; zeros where masked."""
-    head = HeadScores(operands, tokens, b, h, scale=scale, precision=precision)
+    head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=call.recipe.precision)
     parts = [head.scores(rows, cols) for cols in slices_of(tokens.Lk, KEYS_AT_ONCE)]
     scores = torch.cat(parts, dim=1)
     return exp2(scores - shift_of(scores.amax(1, keepdim=True)))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...call import half_dtype
-from ...qtensor import Operands, QTensor
+from ...qtensor import Operands, QTensor, working
 from ...support.ordered_sums import LOG2E, dot
 from ...tokenmask import Index, TokenMask
 
@@ -54,13 +53,3 @@ class HeadScores:
         assert isinstance(key, Tensor)
         q, k = query[self.b, self.h, rows], key[self.b, self.h_k, cols]
         return dot(working(q, self.precision), working(k, self.precision))
-
-
-def working(x: Tensor, precision: str) -> Tensor:
-    """The numbers a precision computes with, held in fp32 (fp64 for fp64 in `"exact"`)."""
-    if precision == "exact":
-        return x if x.dtype == torch.float64 else x.float()
-    half, x = half_dtype(x.dtype), x.float()
-    # What fp32 holds and 16 bits round to infinity is their largest number; more is infinite.
-    most = torch.finfo(half).max
-    return torch.where(x.isinf(), x, x.clamp(-most, most)).to(half).float()

@@ -7,68 +7,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan
-from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...qtensor import Operands, QTensor
+from ...blockplan import BlockPlan, plan_from_lists
+from ...call import Call
+from ...qtensor import Operands
 from ...recipe import PRECISIONS, PREDICTORS, KeepError, KeepFraction, KeepMass, Recipe, heads_of
+from ...stages import Prepared, Statistics
 from ...tokenmask import TokenMask
 from ..budget import checked_rows, masses_of, take_step
 from ..forced import forced_blocks
 from . import library as native
 from .arguments import kinds_of, parts_of
-from .prepare import Statistics, prepare
 
 ALL, MASS, FRACTION = 0, 1, 2
 
 
-def make_plan(
-    query: Tensor,
-    key: Tensor,
-    tokens: TokenMask,
-    *,
-    scale: float,
-    recipe: Recipe,
-    value: Tensor | None = None,
-) -> BlockPlan:
-    operands, statistics = prepare(query, key, None, scale=scale, recipe=recipe)
-    facts: dict[str, Any] = {"scale": scale, "recipe": recipe, "value": value}
-    return plan_from(operands, statistics, tokens, **facts)
-
-
-def plan_from(
-    operands: Operands,
-    statistics: Statistics,
-    tokens: TokenMask,
-    *,
-    scale: float,
-    recipe: Recipe,
-    value: Tensor | None = None,
-) -> BlockPlan:
-    """The plan of statistics that were made before; `KeepError` reads the caller's value."""
-    q = operands.query.codes if isinstance(operands.query, QTensor) else operands.query
-    B, Hq = q.shape[:2]
-    n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
-    counts = q.new_empty((B, Hq, n_q), dtype=torch.int32)
-    indices = q.new_empty((B, Hq, n_q, n_k), dtype=torch.int32)
+def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMask) -> BlockPlan:
+    q = parts_of(prepared.operands.query)[0]
+    counts = q.new_empty((call.B, call.Hq, call.n_q), dtype=torch.int32)
+    indices = q.new_empty((call.B, call.Hq, call.n_q, call.n_k), dtype=torch.int32)
     allowed = torch.empty_like(counts)
     error = None
-    if isinstance(recipe.keep, KeepError):
-        assert value is not None
-        args = (statistics, tokens, scale, recipe)
-        error = _plan_by_error(operands, value, *args, counts, indices, allowed)
+    operands, statistics = prepared.operands, prepared.statistics
+    if isinstance(call.recipe.keep, KeepError):
+        assert prepared.value is not None
+        args = (statistics, tokens, call.scale, call.recipe)
+        error = _plan_by_error(operands, prepared.value, *args, counts, indices, allowed)
     else:
-        _plan(operands, statistics, tokens, scale, recipe, counts, indices, allowed)
-    return BlockPlan(
-        counts,
-        indices,
-        allowed,
-        Lq=tokens.Lq,
-        Lk=tokens.Lk,
-        is_causal=tokens.is_causal,
-        causal_align=tokens.causal_align,
-        has_mask=tokens.attn_mask is not None,
-        error=error,
-    ).trust()
+        _plan(operands, statistics, tokens, call.scale, call.recipe, counts, indices, allowed)
+    return plan_from_lists(counts, indices, allowed, tokens, error=error)
 
 
 def _plan(

@@ -1,0 +1,182 @@
+"""Whether the native core is faster than dense attention, by numbers measured on this machine.
+
+The numbers are measured at the first call that needs them, kept in a file (cost_file.py) and read
+by later processes. `SPARGE_CALIBRATE=0` turns measuring inside a user's call off.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+
+import torch
+
+from ...backend import ESTIMATED, MEASURED, Estimate
+from ...blockplan import BlockPlan
+from ...call import Call
+from ...geometry import BLOCK_Q
+from . import cost_file, library
+from .crossover import BUILT_IN, Crossover
+
+ENV_CALIBRATE = "SPARGE_CALIBRATE"
+FEWEST_PAIRS = 1 << 19
+"""Calls of fewer query-key pairs take a millisecond or two; planning alone takes half of that."""
+RETRY_AFTER = timedelta(hours=1)
+"""A measurement of a busy machine is repeated by a process that starts this much later."""
+
+Where = tuple[str, int]
+
+
+class CpuCost:
+    """One object for the process; numbers are kept by instruction set and number of threads."""
+
+    def __init__(self) -> None:
+        self._crossovers: dict[Where, Crossover] = {}
+        self._failures: dict[Where, str] = {}
+        # Who measures. By process too: a fork does not wait for a thread that it does not have.
+        self._measuring: dict[tuple[int, Where], object] = {}
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def before(self, call: Call) -> Estimate:
+        if call.needs_grad:
+            return Estimate(False, "torch's own gradient of dense attention is faster")
+        if torch.compiler.is_compiling():
+            # Lengths may be symbols here. The op chooses again by its numbers when it runs.
+            return Estimate(True, "decided by its lengths when it runs")
+        if call.Lq < BLOCK_Q:
+            return Estimate(
+                False,
+                f"{call.Lq} queries do not fill a block of {BLOCK_Q}; dense attention is faster",
+            )
+        pairs = call.B * call.Hq * call.Lq * call.Lk
+        if pairs < FEWEST_PAIRS:
+            return Estimate(
+                False,
+                f"{pairs} query-key pairs are fewer than {FEWEST_PAIRS}; dense attention is done "
+                "before a plan is made",
+            )
+        estimate = self.crossover().estimate(call)
+        if failure := self.failure():
+            reason = f"{estimate.reason}; calibration failed: {failure}"
+            return replace(estimate, reason=reason)
+        return estimate
+
+    def after(self, call: Call, plan: BlockPlan) -> Estimate | None:
+        return self.crossover().estimate_plan(call, plan)
+
+    def crossover(self) -> Crossover:
+        """The numbers in force: measured, read from the file, or the built-in estimate."""
+        where = _where()
+        found = self._crossovers.get(where)
+        if found is None:
+            read, _ = cost_file.read(cost_file.key_of(*where))
+            found = self._crossovers[where] = read or BUILT_IN
+        return found
+
+    def failure(self) -> str:
+        """Why the last calibration of this process failed; "" if none did."""
+        return self._failures.get(_where(), "")
+
+    def adopt(self, crossover: Crossover) -> None:
+        """These numbers are in force from now on; choices made before are forgotten."""
+        where = (crossover.key["isa"], int(crossover.key["threads"]))
+        self._crossovers[where] = crossover
+        self._failures.pop(where, None)
+        self._generation += 1
+
+    def calibrate(self, call: Call) -> bool:
+        """Measure once per process, if nothing was measured or only on a busy machine long ago."""
+        if not library.available():
+            return False
+        where, current = _where(), self.crossover()
+        if not _allowed() or not (current.source == ESTIMATED or _stale(current)):
+            return False
+        own = object()
+        if self._measuring.setdefault((os.getpid(), where), own) is not own:
+            return False  # another caller measures or has measured; nobody waits for it
+        try:
+            measured = _measure_apart()
+        except Exception as error:
+            self._failures[where] = f"{type(error).__name__}: {error}"
+            self._generation += 1  # reasons made before do not know of the failure
+            return True
+        except BaseException:  # Ctrl-C; the next call tries again
+            del self._measuring[os.getpid(), where]
+            raise
+        if current.source == MEASURED and measured.noise > current.noise and not measured.steady:
+            return False
+        cost_file.write(measured)
+        self.adopt(measured)
+        return True
+
+
+def _where() -> Where:
+    return library.chosen_isa(library.available()), torch.get_num_threads()
+
+
+def _allowed() -> bool:
+    asked = os.environ.get(ENV_CALIBRATE) or "1"
+    if asked not in ("0", "1"):
+        raise ValueError(
+            f"{ENV_CALIBRATE} must be 0 (never measure inside a call) or 1, got {asked}"
+        )
+    return asked == "1"
+
+
+def _stale(crossover: Crossover) -> bool:
+    if crossover.steady:
+        return False
+    try:
+        made = datetime.fromisoformat(crossover.date)
+        return datetime.now(timezone.utc) - made > RETRY_AFTER
+    except (ValueError, TypeError):
+        return True
+
+
+class _StoppedError(Exception):
+    """The caller was interrupted; the measurement ends at its next turn."""
+
+
+def _measure_apart() -> Crossover:
+    """`measure()` in a thread of its own, where no mode, autocast or record of the caller's
+    applies. If the caller is interrupted, the thread is stopped and waited for: one that is left
+    running native code at the end of the process would abort it."""
+    from .calibrate import measure
+
+    found: list[Crossover] = []
+    failed: list[Exception] = []
+    stop, ended = threading.Event(), threading.Event()
+
+    def proceed(share: float) -> None:
+        if stop.is_set():
+            raise _StoppedError
+
+    def work() -> None:
+        try:
+            found.append(measure(proceed))
+        except Exception as error:
+            failed.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=work, name="sparge-calibrate")
+    try:
+        thread.start()
+        thread.join()
+    except BaseException:
+        stop.set()
+        if thread.ident is not None:  # it runs, even if start() was interrupted
+            ended.wait()
+        raise
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+COST = CpuCost()

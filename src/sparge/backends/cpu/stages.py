@@ -1,0 +1,8 @@
+"""The four stages and the gradient, as `Stages` names them."""
+
+from .attend import attend, backward
+from .predict import predict
+from .prepare import prepare
+from .select import select
+
+__all__ = ["attend", "backward", "predict", "prepare", "select"]

@@ -1,0 +1,29 @@
+"""The self-similarity test of `"mean"`: blocks whose pooled token does not represent their rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...call import Call
+from ...recipe import heads_of
+from ...stages import Statistics
+
+
+def untrusted_queries(call: Call, found: Statistics) -> Tensor:
+    """Query blocks below `min_similarity`, bool `[B, Hq, n_q]`."""
+    assert found.q_similarity is not None
+    # `not >=` rather than `<`: a block that is not finite is never trusted.
+    return ~(found.q_similarity >= _least(call, found.q_similarity.device))
+
+
+def untrusted_keys(call: Call, found: Statistics) -> Tensor:
+    """Key blocks below `min_similarity`, for each query head, bool `[B, Hq, n_k]`."""
+    assert found.k_similarity is not None
+    of_heads = found.k_similarity.repeat_interleave(call.Hq // call.Hk, dim=1)
+    return ~(of_heads >= _least(call, of_heads.device))
+
+
+def _least(call: Call, device: torch.device) -> Tensor:
+    least = heads_of(call.recipe.min_similarity, call.Hq, none=-1.0)
+    return torch.tensor(least, device=device)[:, None]

@@ -1,0 +1,137 @@
+"""NOUN the four stages of a backend: prepare → predict → select → attend.
+
+    prepare   one pass over query, key and value: block statistics, 8-bit codes, scales
+    predict   the mass map: how much of its attention each query block gives each key block
+    select    the blocks that are kept, a `BlockPlan`
+    attend    online softmax over the kept blocks
+
+`predict` and `select` are apart because a caller on several machines reduces the mass map between
+them. A module or an object that has all of them satisfies `Stages`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from .blockplan import BlockPlan
+from .call import Call
+from .geometry import BLOCK_Q
+from .qtensor import Operands, QTensor
+from .tokenmask import TokenMask
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Pooled tokens `[B, H, n, D]` and self-similarities `[B, H, n]` of q and k, fp32.
+
+    None where the recipe does not need them.
+    """
+
+    q_pooled: Tensor | None = None
+    k_pooled: Tensor | None = None
+    q_similarity: Tensor | None = None
+    k_similarity: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the later stages read. value: the caller's own, which `KeepError` measures with."""
+
+    operands: Operands
+    statistics: Statistics = Statistics()
+    value: Tensor | None = None
+
+    def query_blocks(self, start: int, stop: int) -> Prepared:
+        """The same keys and values with query blocks `start … stop-1` alone."""
+        rows, blocks = slice(start * BLOCK_Q, stop * BLOCK_Q), slice(start, stop)
+        shift, found = self.operands.lse_shift, self.statistics
+        operands = replace(
+            self.operands,
+            query=_rows(self.operands.query, rows),
+            lse_shift=None if shift is None else shift[:, :, rows].contiguous(),
+        )
+        statistics = replace(
+            found,
+            q_pooled=_cut(found.q_pooled, blocks),
+            q_similarity=_cut(found.q_similarity, blocks),
+        )
+        return replace(self, operands=operands, statistics=statistics)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """out `[B, Hq, Lq, Dv]`; lse `[B, Hq, Lq]`, natural log over the kept keys; pv_skips int32
+    `[B, Hq, n_q]`: row groups x blocks that the second filter skipped, in the backend's groups."""
+
+    out: Tensor
+    lse: Tensor
+    pv_skips: Tensor
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Stages(Protocol):
+    """What a backend implements. Inputs are checked and on one device; autograd and autocast are
+    off. `call` holds shapes, scale and recipe; `tokens` which pairs may attend."""
+
+    def prepare(
+        self,
+        call: Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        *,
+        to_plan: bool,
+        to_attend: bool,
+    ) -> Prepared:
+        """One pass. to_plan: statistics (and codes) that predict reads; to_attend: the operands
+        of attend. Without a value, what planning alone needs."""
+        ...
+
+    def predict(self, call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
+        """The mass map, fp32 `[B, Hq, n_q, n_k]`; a row that is not finite is not known."""
+        ...
+
+    def select(
+        self, call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMask
+    ) -> BlockPlan:
+        """The kept set by the recipe; no mass map for `KeepAll`."""
+        ...
+
+    def attend(
+        self, call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask
+    ) -> Attended:
+        """The output over the blocks of a plan, in `call.dtype`."""
+        ...
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        grad_lse: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        plan: BlockPlan,
+        tokens: TokenMask,
+    ) -> Gradients:
+        """Gradients of query, key and value for `"half"` and `"exact"`; the plan is constant."""
+        ...
+
+
+def _rows(x: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
+    if not isinstance(x, QTensor):
+        return x[:, :, rows].contiguous()
+    per = x.rows_per_scale
+    assert BLOCK_Q % per == 0, "scales are shared across query blocks"
+    scales = slice(rows.start // per, -(-rows.stop // per))
+    return QTensor(x.codes[:, :, rows].contiguous(), x.scale[:, :, scales].contiguous(), per)
+
+
+def _cut(x: Tensor | None, blocks: slice) -> Tensor | None:
+    return None if x is None else x[:, :, blocks].contiguous()

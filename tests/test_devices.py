@@ -1,0 +1,127 @@
+"""What the way of a call may assume of a device that is not the host: nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparge
+from calls import a_call, tensors
+from sparge import KeepAll, Recipe
+from sparge.backend import Estimate, FixedCost
+from sparge.backends.cpu import library
+from sparge.dispatch import choose
+from sparge.host import host
+from sparge.stages import Attended, Prepared
+
+READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal")
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where a number of a tensor is read back: on an accelerator the host would wait."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in READS:
+            raise AssertionError(f"{func} reads a number back to the host")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def device(add_backend):
+    """A backend of another device whose stages stay on it: every block, plain torch."""
+
+    def prepare(call, query, key, value, *, to_plan, to_attend):
+        operands = sparge.qtensor.Operands(query, key, key if value is None else value)
+        return Prepared(operands, value=value)
+
+    def predict(call, prepared, tokens):
+        return torch.ones(call.B, call.Hq, call.n_q, call.n_k)
+
+    def select(call, prepared, mass, tokens):
+        return sparge.blockplan.plan_from_mask(mass > 0, tokens)
+
+    def attend(call, prepared, plan, tokens):
+        given = prepared.operands
+        scores = given.query @ given.key.mT * call.scale
+        out = scores.softmax(-1) @ given.value
+        return Attended(out, scores.logsumexp(-1), torch.zeros_like(plan.counts))
+
+    stages = {"prepare": prepare, "predict": predict, "select": select, "attend": attend}
+    add_backend("device", cost=FixedCost(True, "fast"), **stages)
+    return "device"
+
+
+@pytest.mark.parametrize("name", ["auto", "device"])
+def test_nothing_on_the_way_reads_a_number_back(device, name):
+    q, k, v = tensors(Lq=256, Lk=256)
+    recipe = Recipe(precision="exact")
+    with torch.no_grad(), NoHostReads():
+        out = sparge.attention(q, k, v, recipe=recipe, backend=name)
+        plan = sparge.make_plan(q, k, recipe=recipe, backend=name)
+        again, _ = sparge.attend(q, k, v, plan, recipe=recipe, backend=name)
+        blocks = torch.ones(2, 4, dtype=torch.bool)
+        third = sparge.attention(q, k, v, recipe=recipe, block_mask=blocks, backend=name)
+        torch.ops.sparge.attention(
+            q, k, v, None, None, False, 0, 0.25, recipe.to_json(), False, False, name
+        )
+    for x in (again, third):
+        torch.testing.assert_close(out, x)
+    # Recording reads, and may.
+    reads = pytest.raises(AssertionError, match="reads a number")
+    with sparge.record() as runs, reads, torch.no_grad(), NoHostReads():
+        sparge.attention(q, k, v, recipe=recipe, backend=name)
+    assert not runs
+
+
+def test_a_device_that_is_not_the_host_is_chosen_without_the_native_core(add_backend, monkeypatch):
+    """`settle` asked for an instruction set where there is none: IndexError."""
+    monkeypatch.setattr("sparge.backends.cpu.MISSING", "it was not built")
+    monkeypatch.setattr("sparge.backends.cpu.ISAS", ())
+    monkeypatch.setattr(library, "available", lambda: ())
+
+    class Provisional(FixedCost):
+        def before(self, call):
+            return Estimate(True, "by built-in numbers", "estimate")
+
+    add_backend("gpu", cost=Provisional(True, ""))
+    q, k, v = tensors()
+    with sparge.record() as runs:
+        sparge.attention(q, k, v, recipe=Recipe(KeepAll(), precision="exact"))
+    assert (runs[0].backend, runs[0].cost_source) == ("gpu", "estimate")
+    assert runs[0].rejected["cpu"] == "it was not built"
+
+
+def test_the_cpu_refuses_other_devices_and_says_so():
+    with pytest.raises(sparge.Unsupported, match="the tensors are on cuda"):
+        choose(a_call(device="cuda"), "cpu")
+
+
+def test_a_host_knows_the_device_it_is_asked_for(monkeypatch):
+    class Properties:
+        name, major, minor = "Some GPU", 9, 0
+
+    monkeypatch.setattr("sparge.host._hosts", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    found = host("cuda")
+    assert (found.device("cuda").name, found.device("cuda").capability) == ("Some GPU", "sm_90")
+    assert found.device("cpu") == host().device("cpu")
+    assert host("privateuseone").device("privateuseone").capability == ""
+
+
+def test_counts_of_the_second_filter_are_told_in_the_backends_groups(add_backend):
+    from sparge.backends.reference import REFERENCE
+
+    sparge.register_backend(sparge.Backend("wide", "", REFERENCE.stages, row_group=64))
+    try:
+        q, k, v = tensors(Lq=300)
+        with sparge.record() as runs:
+            sparge.attention(q, k, v, recipe=Recipe(KeepAll()), backend="wide")
+            sparge.attention(q, k, v, recipe=Recipe(KeepAll()), backend="reference")
+    finally:
+        sparge.dispatch.unregister_backend("wide")
+    wide, narrow = runs
+    assert (wide.row_group, narrow.row_group) == (64, 16)
+    assert wide.pv_groups == 2 * 4 * (2 + 2 + 1)
+    assert narrow.pv_groups == 2 * 4 * (8 + 8 + 3)
