@@ -70,7 +70,9 @@ fuzz: setup
 	$(BIN)/python -m fuzz
 
 bench: setup
-	$(BIN)/sparge bench
+	mkdir -p build
+	$(BIN)/sparge bench --output build/bench.json
+	$(BIN)/python -m benchmarks.targets build/bench.json
 
 # One wheel for every Python and torch, built in an environment of its own and tried in an empty one.
 wheel: setup

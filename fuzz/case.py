@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from sparge.backends.reference.plan import BlockStatistics, block_statistics
+from sparge.quantize import quantize
 from torch import Tensor
 
 import sparge
 from sparge import BlockPlan, Recipe
-from sparge.backends.reference.plan import BlockStatistics, block_statistics
 from sparge.backends.reference.prepare import smooth_keys
 from sparge.backends.reference.scores import working
 from sparge.check import check_call
@@ -19,7 +20,6 @@ from sparge.dispatch.choose import get_backend
 from sparge.execute import tokens_of
 from sparge.geometry import BLOCK_K, BLOCK_Q
 from sparge.qtensor import QTensor
-from sparge.quantize import quantize
 from sparge.recipe import heads_of
 from sparge.tokenmask import as_4d
 

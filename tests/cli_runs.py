@@ -8,7 +8,6 @@ from dataclasses import replace
 from sparge.backends.reference import stages as reference_stages
 from sparge.cli import main
 
-DEMO = ["demo", "--synthetic", "--length", "384", "--heads", "2"]
 BENCH = ["bench", "--lengths", "256", "--heads", "2", "--repeat", "1"]
 EXPLAIN = ["explain", "--shape", "1,8,1024,64"]
 WHY = "needs a full moon"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparge import Recipe
-from sparge.report.showcase import HeadView, Hidden, Reading, Showcase
+from sparge.showcase.result import AttentionMap, HiddenFact, Reading, Showcase
 
 TOKENS = 300
 
@@ -29,7 +29,7 @@ def make_view(layer, head, density):
     allowed = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()
     mass = torch.rand(3, 5).masked_fill(~allowed, 0)
     kept = allowed & (torch.rand(3, 5) < density)
-    return HeadView(layer, head, density, 0.9, 0.01, mass / mass.sum(-1, keepdim=True), kept)
+    return AttentionMap(layer, head, density, 0.9, 0.01, mass / mass.sum(-1, keepdim=True), kept)
 
 
 def make_show(**changes):
@@ -48,14 +48,14 @@ def make_show(**changes):
         "dtype": "float32",
         "recipe": Recipe(sink_blocks=3),
         "tokens": TOKENS,
-        "needle": Hidden("The number is: 1234567.", "Which?", "It is:", "1234567", 40, 117),
+        "needle": HiddenFact("The number is: 1234567.", "Which?", "It is:", "1234567", 40, 117),
         "order": ("dense", "sparge") * 3,
         "warmup_tokens": 100,
         "dense": make_reading(),
         "sparge": make_reading(
             seconds=(10.0, 10.0, 5.0),
             attention=(2.0, 4.0, 3.0),
-            stages={"quantize": 0.25, "plan": 0.5, "attend": 1.25},
+            stages={"prepare": 0.25, "predict": 0.25, "select": 0.25, "attend": 1.25},
             perplexity=12.75,
             ran={"cpu (avx2)": 2},
             fallbacks={"one query <decode>": 24},

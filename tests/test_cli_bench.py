@@ -6,18 +6,19 @@ import argparse
 import json
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from cli_runs import WHY, attend_wrongly, run_json, run_text
+from cli_runs import WHY, attend_wrongly
 from sparge import Recipe
 from sparge.backends.cpu import library as native
-from sparge.cli import bench, main
-from sparge.report import flex, race
-from sparge.report.benchtables import table_of_rows
-from sparge.report.entries import WANTED, entries
+from sparge.bench import case_rows, cases, compiled_flex
+from sparge.bench.bench_table import bench_table
+from sparge.bench.lineup import RECIPES, lineup
+from sparge.cli import bench_command, main
 
 pytestmark = [
     pytest.mark.usefixtures("piped"),
@@ -27,30 +28,45 @@ TINY = ["bench", "--lengths", "256", "--heads", "1", "--head-dims", "16", "--rep
 OURS = [*TINY, "--backends", "reference"]
 
 
+def run_text(argv, capsys):
+    """What is printed; stderr names each case when it is done."""
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert lines
+    for i, line in enumerate(lines, start=1):
+        assert line.startswith(f"sparge: {i} of {len(lines)}: ")
+    return out
+
+
+def run_json(argv, capsys):
+    return json.loads(run_text([*argv, "--json"], capsys))
+
+
 @pytest.fixture
 def green(monkeypatch):
-    """The gate has tests of its own, and so has the peak."""
-    monkeypatch.setattr(bench, "check_backends", list)
-    monkeypatch.setattr(bench, "check_sparse", lambda names: [])
+    """The self-check and the peak have tests of their own."""
+    monkeypatch.setattr(bench_command, "check_backends", list)
+    monkeypatch.setattr(bench_command, "check_sparse", lambda names: [])
     known = {"gflops": {"bf16": 2.0, "fp32": 4.0}, "peak": 4.0, "of": "fp32"}
-    monkeypatch.setattr(bench, "gemm_peaks", lambda counts: dict.fromkeys(counts, known))
+    monkeypatch.setattr(bench_command, "gemm_peaks", lambda counts: dict.fromkeys(counts, known))
 
 
 @pytest.fixture
 def eager_flex(monkeypatch):
     """Compiling is tested where it belongs, and takes longer than all of this."""
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+    monkeypatch.setattr(compiled_flex, "_compiled", lambda: flex_attention)
 
 
 def test_every_contender_in_every_case(green, eager_flex, capsys):
     found = run_json(OURS, capsys)
-    assert found["format"] == "sparge.bench/2"
+    assert found["format"] == "sparge.bench/3"
     threads = torch.get_num_threads()
     assert found["threads"] == [threads]
-    wanted = [e.name for e in entries(["reference"])]
+    wanted = [e.name for e in lineup(["reference"])]
     assert [row["contender"] for row in found["rows"]] == wanted * 2
     assert wanted[0] == "SDPA bf16"
-    assert {f"reference {w.name}" for w in WANTED} | {"SDPA fp32", "flex 20%"} <= set(wanted)
+    assert {f"reference {w.name}" for w in RECIPES} | {"SDPA fp32", "flex 20%"} <= set(wanted)
     assert [case["causal"] for case in found["cases"]] == [True, False]
     for row in found["rows"]:
         assert {key: row[key] for key in found["cases"][0]} in found["cases"]
@@ -76,8 +92,12 @@ def test_the_figures_of_a_row(green, eager_flex, capsys):
         flops = 4 * 16 * row["kept_scores"] / row["seconds"]
         assert row["gflops"] == pytest.approx(flops / 1e9)
         assert 0 < row["error"] <= 1.1 * (row["quantization_error"] + row["sparsity_error"])
-        stages = [row.get(name) for name in ("statistics", "selection", "attention")]
-        assert all(stages) if row["kind"] == "sparse" else not any(stages)
+        assert ("stages" in row) == ("overhead" in row) == (row["kind"] == "sparse")
+        if row["kind"] == "sparse":
+            stages = row["stages"]
+            assert "total" not in stages
+            assert all(spent > 0 for spent in stages.values())
+            assert row["overhead"] > 0
     everything, some = by_name["reference all"], by_name["reference 40%"]
     assert everything["density"] == 1 > some["density"]
     assert everything["kept_scores"] == everything["scores"] > some["kept_scores"]
@@ -112,16 +132,17 @@ def test_text_and_file_and_threads(green, eager_flex, capsys, tmp_path, monkeypa
         (line,) = [line for line in lines if line.startswith(start)]
         assert ("LOSS" in line) == row["loses"]
     lost = sum(row["loses"] for row in found["rows"])
-    assert f"We lose {lost} of our 8 rows; they are marked LOSS." in text
-    assert "not measured here" in text
-    assert {target["verdict"] for target in found["targets"]} == {"not measured here"}
+    assert f"sparge is slower than SDPA in {lost} of its 8 rows, marked LOSS." in text
+    assert "targets" not in found  # those are the project's, not the user's
+    stages = ", ".join(found["rows"][1]["stages"])
+    assert f"ms: the whole call, then its stages ({stages})." in " ".join(text.split())
 
 
 def test_rows_where_we_lose_are_marked(green, eager_flex, capsys):
     found = run_json([*OURS, "--contenders", "reference all"], capsys)
     for row in found["rows"]:
         row |= {"ratio": 0.5, "loses": True} if row["causal"] else {"ratio": 2, "loses": False}
-    table = table_of_rows(found)
+    table = bench_table(found)
     texts = [cells[[c.key for c in table.columns].index("ratio_text")] for cells in table.cells()]
     assert texts == ["0.50x LOSS"] * 2 + ["2.00x"] * 2
 
@@ -132,7 +153,7 @@ def test_what_cannot_run_is_a_row_with_its_reason(green, add_backend, capsys, mo
         raise RuntimeError("no C++ compiler\nand much more")
 
     tried = []
-    monkeypatch.setattr(flex, "_compiled", fails)
+    monkeypatch.setattr(compiled_flex, "_compiled", fails)
     argv = [*OURS, "--causal"]
     rows = run_json(argv, capsys)["rows"]
     failed = {row["contender"]: row["why_not"] for row in rows if row["why_not"]}
@@ -155,7 +176,7 @@ def test_the_native_core(green, capsys):
     rows = run_json([*TINY, "--causal", "--contenders", "cpu"], capsys)
     assert rows["isa"] == native.chosen_isa(native.available())
     ours = [row for row in rows["rows"] if row["kind"] == "sparse"]
-    assert len(ours) == len(WANTED)
+    assert len(ours) == len(RECIPES)
     assert {row["isa"] for row in ours} == {rows["isa"]}
     assert all(row["quantization_error"] < 0.02 for row in ours)
 
@@ -163,17 +184,17 @@ def test_the_native_core(green, capsys):
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_no_numbers_of_wrong_results(flags, add_backend, capsys, tmp_path, monkeypatch):
     add_backend("wrong", attend=attend_wrongly)
-    monkeypatch.setattr(bench, "measure", None)
+    monkeypatch.setattr(bench_command, "measure", None)
     target = tmp_path / "bench.json"
     assert main([*OURS, *flags, "--output", str(target)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "wrong is wrong: the error must be below 1e-05" in err
+    assert "wrong fails the self-check: the error must be below 1e-05" in err
     assert not target.exists()
 
 
 def test_no_numbers_of_a_row_that_is_wrong(green, eager_flex, add_backend, capsys):
-    """The gate's cases are short; a fault may wait for a longer one."""
+    """The self-check's cases are short; a fault may wait for a longer one."""
 
     def attend_worse(*args, **kwargs):
         done = attend_wrongly(*args, **kwargs)
@@ -183,32 +204,15 @@ def test_no_numbers_of_a_row_that_is_wrong(green, eager_flex, add_backend, capsy
     assert main([*TINY, "--causal", "--backends", "wrong", "--contenders", "wrong 40%"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "wrong 40% at length 256, head dim 16: 0.2" in err
+    assert "wrong 40% at length 256, head dim 16: error 0.2" in err
     assert "no numbers are printed" in err
-
-
-def test_a_long_run_says_so_first(capsys):
-    bench.say_how_long(59.0)
-    assert capsys.readouterr().err == ""
-    bench.say_how_long(300.0)
-    assert "about 5 min;" in capsys.readouterr().err
-    bench.say_how_long(18000.0)
-    assert "about 5 hours;" in capsys.readouterr().err
-
-
-def test_the_bar_follows_the_cases():
-    moved = []
-    reached = bench.pace([2, 4], lambda: moved.append(1))
-    for i_case, share, total in ((0, 0.5, 1), (0, 1.0, 2), (1, 0.0, 2), (1, 0.6, 4), (1, 1.0, 6)):
-        reached(i_case, share)
-        assert len(moved) == total
 
 
 def test_the_defaults_and_the_full_set():
     def cases(*argv):
         parser = argparse.ArgumentParser()
-        bench.add_arguments(parser)
-        return bench.cases_of(parser.parse_args(argv))
+        bench_command.add_arguments(parser)
+        return bench_command.wanted_cases(parser.parse_args(argv))
 
     torch.set_num_threads(2)
     assert {case.length for case in cases()} == {1024, 4096, 8192}
@@ -221,34 +225,25 @@ def test_the_defaults_and_the_full_set():
     assert {case.length for case in cases("--full", "--lengths", "300")} == {300}
 
 
-def test_rounds_follow_the_time_of_one():
-    assert race.rounds_for(0.0) == race.rounds_for(1e-3) == 25
-    assert race.rounds_for(0.5) == 10
-    assert race.rounds_for(100.0) == 3
+def test_a_warm_up_is_not_in_the_record(green, eager_flex, monkeypatch):
+    monkeypatch.setattr(cases, "WARM_UP", 1e9)
+    case = cases.Case(256, 16, True, 1)
+    made = cases.make_contenders(case, lineup(["reference"], ["40%"]), cases.make_inputs(case, 1))
+    cases.measure_contenders(made, repeat=2)
+    for contender in made:
+        assert len(contender.seconds) == 2
+        assert len(contender.runs) == (2 if contender.entry.kind == "sparse" else 0)
 
 
-class Runner:
-    """A contender that only counts."""
-
-    def __init__(self, order, name):
-        self.order, self.name, self.turns = order, name, 0
-
-    def take_turn(self):
-        self.order.append(self.name)
-        self.turns += 1
-
-    def forget_turns(self):
-        self.turns = 0
-
-
-@pytest.mark.parametrize("long_after, first", [(1e9, 0), (-1.0, 1)])
-def test_turns_go_there_and_back_and_a_long_first_round_counts(long_after, first, monkeypatch):
-    monkeypatch.setattr(race, "SECONDS_OF_A_LONG_ROUND", long_after)
-    order, shares = [], []
-    runners = [Runner(order, name) for name in "abc"]
-    assert race.race(runners, repeat=3, reached=shares.append) == 3
-    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert rounds == ["abc", *["abc", "cba", "abc"][first:]]
-    assert {runner.turns for runner in runners} == {3}
-    assert shares == sorted(shares)
-    assert shares[-1] == 1
+def test_overhead_is_what_runs_before_attend():
+    """Of each round's SDPA; then the median over the rounds."""
+    spent = [(0.1, 0.3, 2.0), (0.2, 0.2, 1.0), (0.5, 0.5, 1.5)]
+    runs = [
+        SimpleNamespace(seconds={"one": a, "two": b, "attend": c, "total": a + b + c})
+        for a, b, c in spent
+    ]
+    dense = SimpleNamespace(seconds=[4.0, 2.0, 20.0])
+    found = case_rows._stages(SimpleNamespace(runs=runs), dense)
+    assert found["stages"] == {"one": 0.2, "two": 0.3, "attend": 1.5}
+    assert found["overhead"] == pytest.approx(0.1)  # of 0.1, 0.2 and 0.05
+    assert case_rows._stages(SimpleNamespace(runs=[]), dense) == {}

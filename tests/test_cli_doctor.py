@@ -33,7 +33,7 @@ def test_doctor_checks_every_backend(capsys, monkeypatch):
     assert judged["call"] == "[1, 32/8, 8192, 128] bfloat16 on cpu causal"
     assert [row["backend"] for row in judged["rows"]] == [*names, "dense"]
     assert [row["serves"] for row in judged["rows"]][-2:] == ["yes", "yes"]
-    assert sum(row["auto"].startswith("takes it") for row in judged["rows"]) == 1
+    assert sum(row["auto"].startswith("chosen: ") for row in judged["rows"]) == 1
     checks = checks_of(found)
     assert set(checks) == {*names, "dense", "auto"}
     assert 0 < checks["reference"]["error"] < 1e-5
@@ -86,7 +86,7 @@ def test_what_the_system_tells_of_its_cpu(text, sets, monkeypatch, tmp_path, cap
     found = facts["instruction_sets"]
     assert (found and {name for name, there in found.items() if there}) == (found and sets)
     text = run_text(["doctor"], capsys)
-    assert ("not told" in text) == (found is None) == (sets is None)
+    assert ("not listed" in text) == (found is None) == (sets is None)
     assert "environment           SPARGE_CACHE=" in text
 
 

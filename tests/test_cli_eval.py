@@ -16,7 +16,7 @@ from cli_runs import complaint
 from sparge import Recipe, cli
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge.evaluate import harness, run, subject
+from sparge.evaluate import harness, measure_cells, model_directory, tested_model
 from tiny_lm import MAX_TOKENS, make_tokenizer, save, sentences
 
 OURS = "cpu" if native.why_missing() is None else "reference"
@@ -55,7 +55,8 @@ def document(argv, capsys, code=0):
 
 def test_the_whole_document(argv, capsys, tmp_path):
     found = document(argv, capsys)
-    assert found["format"] == "sparge.eval/1"
+    assert "targets" not in found
+    assert found["format"] == "sparge.eval/2"
     assert found == json.loads((tmp_path / "r" / "eval.json").read_text())
     assert found["model"]["layers"] == 2
     assert Recipe.from_dict(found["settings"]["recipe"]) == Recipe()
@@ -102,16 +103,16 @@ def test_the_answer_is_scored_as_by_hand(argv, capsys, model, tmp_path):
 def test_text(argv, capsys):
     assert main([*argv, "--lengths", "256"]) == 0
     out, err = capsys.readouterr()
-    for title in ("Prefill", "Perplexity by position", "Needle in a haystack", "Targets"):
+    for title in ("Prefill", "Perplexity by position", "Needle in a haystack"):
         assert f"\n{title}\n" in out
-    assert "not measured here" in out
+    assert "arget" not in out  # results, not the project's goals
     assert "sparge: 1 of 8: prefill length=256" in err
 
 
 def test_an_interrupted_run_goes_on(argv, capsys, monkeypatch):
     """Finished cells are not measured again, and the document is the one of a whole run."""
     argv = [*argv, "--measures", "perplexity,needle"]
-    measured, real = [], run.measure
+    measured, real = [], measure_cells.measure
 
     def measure(subject, cell):
         if len(measured) == 4:
@@ -119,17 +120,19 @@ def test_an_interrupted_run_goes_on(argv, capsys, monkeypatch):
         measured.append(cell.key)
         return real(subject, cell)
 
-    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(measure_cells, "measure", measure)
     assert main(argv) == 130
     err = capsys.readouterr().err
-    assert "4 of 10 measurements are kept in" in err
-    assert "the same command goes on from there" in err
+    assert "4 of 10 measurements are saved in" in err
+    assert "the same command resumes" in err
     measured[:] = ["again"]
-    monkeypatch.setattr(run, "measure", lambda s, c: (measured.append(c.key), real(s, c))[1])
+    monkeypatch.setattr(
+        measure_cells, "measure", lambda s, c: (measured.append(c.key), real(s, c))[1]
+    )
     found = document(argv, capsys)
     assert len(measured) == 1 + 6
     assert len(found["needle"]) == 4
-    monkeypatch.setattr(subject.Subject, "loaded", property(lambda self: 1 / 0))
+    monkeypatch.setattr(tested_model.TestedModel, "loaded", property(lambda self: 1 / 0))
     assert document(argv, capsys)["needle"] == found["needle"]  # nothing left to load a model for
     assert "holds a run with other settings: seed was 0, is 7" in complaint(
         [*argv, "--seed", "7"], capsys
@@ -157,7 +160,7 @@ def test_tasks_alone_need_no_text(argv, capsys, monkeypatch):
     index = SimpleNamespace(all_tasks=["niah_single_1"])
     monkeypatch.setattr(harness, "task_manager", lambda *where: index)
     monkeypatch.setattr(harness, "scores_of", scores_of)
-    monkeypatch.setattr(subject, "read_text", None)
+    monkeypatch.setattr(tested_model, "read_text", None)
     argv = [*argv, "--measures", "tasks", "--tasks", "niah_single_1"]
     rows = document(argv, capsys)["tasks"]
     assert asked == [
@@ -167,13 +170,13 @@ def test_tasks_alone_need_no_text(argv, capsys, monkeypatch):
 
 
 MISTAKES = [
-    (["--lengths", "2048"], f"was made for at most {MAX_TOKENS} tokens"),
+    (["--lengths", "2048"], f"--lengths must be at most {MAX_TOKENS} for"),
     (["--lengths", "64"], "at least one block, 128 tokens; got 64"),
-    (["--measures", "speed"], "there is no measure 'speed'"),
-    (["--measures", "tasks", "--tasks", "niah_singel_1"], "near to it are niah_single_1"),
-    (["--measures", "prefill", "--tasks", "niah_single_1"], "the measure tasks needs"),
+    (["--measures", "speed"], "--measures must be of"),
+    (["--measures", "tasks", "--tasks", "niah_singel_1"], "similar names: niah_single_1"),
+    (["--measures", "prefill", "--tasks", "niah_single_1"], "need each other"),
     (["--text", "no-such.txt"], "--text must be a file or one of"),
-    (["--model", "no-such"], "there is no such directory"),
+    (["--model", "no-such"], "is no directory"),
     (["--recipe", "no-such.json"], "--recipe must be a JSON object or a file"),
     (["--profile", "no-such.json"], "--profile must name a file"),
 ]
@@ -184,14 +187,14 @@ def test_mistakes_cost_nothing(more, message, argv, capsys, monkeypatch, tmp_pat
     # The real index takes many seconds.
     index = SimpleNamespace(all_tasks=["niah_single_1", "wikitext"])
     monkeypatch.setattr(harness, "task_manager", lambda *where: index)
-    monkeypatch.setattr(subject.Subject, "loaded", property(lambda self: 1 / 0))
+    monkeypatch.setattr(tested_model.TestedModel, "loaded", property(lambda self: 1 / 0))
     assert message in complaint([*argv, *more], capsys)
     assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize(
     "words, message",
-    [(100, "less than one block of 128"), (300, "tokens and the longest length asked for is 384")],
+    [(100, "at least one block of 128 tokens"), (300, "at least 384 tokens for this length")],
 )
 def test_a_text_too_short(words, message, argv, capsys, tmp_path):
     short = tmp_path / "short.txt"
@@ -202,7 +205,7 @@ def test_a_text_too_short(words, message, argv, capsys, tmp_path):
 def test_damaged_models(argv, capsys, tmp_path):
     empty = tmp_path / "model"
     empty.mkdir()
-    assert "there is no config.json in it" in complaint([*argv, "--model", str(empty)], capsys)
+    assert "has no config.json" in complaint([*argv, "--model", str(empty)], capsys)
     (empty / "config.json").write_text("{")
     assert "is not valid JSON" in complaint([*argv, "--model", str(empty)], capsys)
 
@@ -218,9 +221,13 @@ def test_without_lm_eval(argv, capsys, monkeypatch):
 
 
 def test_two_models_have_two_fingerprints(model, tmp_path):
-    first = subject.fingerprint("a", Path(model))
-    other = subject.fingerprint("a", Path(save(tmp_path / "other", seed=1)))
-    assert first["digest"] == subject.fingerprint("a", Path(model))["digest"] != other["digest"]
+    first = model_directory.fingerprint("a", Path(model))
+    other = model_directory.fingerprint("a", Path(save(tmp_path / "other", seed=1)))
+    assert (
+        first["digest"]
+        == model_directory.fingerprint("a", Path(model))["digest"]
+        != other["digest"]
+    )
 
 
 def test_lm_eval_with_sparge_registered_first(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 import sparge
 from oracle import dense, make_qkv, relative_l1, same_bits
-from sparge import KeepAll, KeepMass, Recipe
+from sparge import KeepAll, KeepFraction, KeepMass, Recipe
 
 PRECISIONS = ["int8", "int8-fast", "half", "exact"]
 TOLERANCE = {"exact": 1e-5, "half": 0.01, "int8": 0.025, "int8-fast": 0.035}
@@ -163,3 +163,12 @@ def test_fp64_numbers_beyond_fp32_are_never_plausible(fp64_backend, precision):
     exact = Recipe(KeepAll(), precision="exact")
     out = sparge.attention(q, k, torch.full_like(v, 1e300), recipe=exact, backend=fp64_backend)
     assert torch.allclose(out, torch.full_like(v, 1e300)[:, :, :20])
+
+
+@pytest.mark.rule("3.12")
+def test_a_tiny_fraction_keeps_one_block(backend):
+    """Also without a sink block: rounding must not leave a row with none."""
+    q, k, _ = make_qkv(Hq=2, Lq=300, D=16)
+    recipe = Recipe(KeepFraction(1e-10), sink_blocks=0, predictor="mean")
+    plan = sparge.make_plan(q, k, recipe=recipe, backend=backend)
+    assert (plan.counts == 1).all()

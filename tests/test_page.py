@@ -16,9 +16,9 @@ import torch
 
 from showcases import make_reading, make_show
 from sparge import Recipe, Unsupported
-from sparge.report import comparison, pictures
-from sparge.report.page import page_of
-from sparge.report.tables import Table, to_json
+from sparge.report.table import Table, to_json
+from sparge.showcase import comparison, page_figures
+from sparge.showcase.page import make_page
 
 VOID = {"meta", "img", "source", "br"}
 
@@ -52,11 +52,11 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def drawn():
-    return pictures.pictures_of(make_show())
+    return page_figures.make_figures(make_show())
 
 
 def read(show, drawn):
-    return Reader(page_of(show, drawn))
+    return Reader(make_page(show, drawn))
 
 
 def size_of_png(uri):
@@ -91,13 +91,13 @@ def test_the_numbers_of_a_showcase():
 def test_the_page_says_what_the_data_says(drawn):
     show = make_show()
     text = read(show, drawn).text
-    for row in comparison.rows_of(show):
+    for row in comparison.comparison_rows(show):
         assert " ".join(row.values()) in text
     for words in (
         "The first token came 3.00× sooner with sparge: after 10.0 s instead of 25.0 s.",
         "It computed 34% of the attention blocks; perplexity changed by +2.00%; both found",
         "3.00×",
-        "at most 2.00× if attention took no time",
+        "2.00× if attention took no time",
         "12.500 → 12.750",
         "hidden at token 117 of 300 (40% into the text)",
         show.needle.fact,
@@ -125,7 +125,7 @@ def test_the_page_stands_alone_and_escapes(drawn):
     for tag, attributes in found.tags:
         for name in ("src", "srcset", "href", "style"):
             assert attributes.get(name, "data:").startswith("data:"), (tag, name)
-    assert not re.search(r"https?://|@import|url\(", page_of(make_show(), drawn))
+    assert not re.search(r"https?://|@import|url\(", make_page(make_show(), drawn))
 
 
 def test_the_pictures_are_there_for_light_and_dark(drawn):
@@ -148,7 +148,7 @@ def test_the_pictures_are_there_for_light_and_dark(drawn):
         (True, True, "both found the needle"),
         (True, False, "sparge lost the needle that dense found"),
         (False, True, "sparge found the needle, dense did not"),
-        (False, False, "neither found the needle, so it tells nothing"),
+        (False, False, "neither found the needle, so it says nothing"),
     ],
 )
 def test_the_needle_is_told_as_it_was(dense, sparge, words, drawn):
@@ -162,7 +162,7 @@ def test_a_loss_is_told_as_a_loss(drawn):
     slow = make_reading(seconds=(40.0, 60.0, 50.0), attention=(20.0, 24.0, 30.0))
     show = make_show(sparge=slow, order=("dense", "sparge"))
     assert "came 2.00× later with sparge: after 50.0 s instead of 25.0 s" in read(show, drawn).text
-    assert '<b class="bad">0.50×</b>' in page_of(show, drawn)
+    assert '<b class="bad">0.50×</b>' in make_page(show, drawn)
     once = replace(
         show,
         dense=make_reading(seconds=(0.5,), attention=(0.01,)),
@@ -181,7 +181,7 @@ def test_nothing_sparse_is_said_and_not_drawn():
         error_layers=(),
         sparge=make_reading(fallbacks=why),
     )
-    drawn = pictures.pictures_of(show)
+    drawn = page_figures.make_figures(show)
     assert list(drawn) == ["time"]
     text = read(show, drawn).text
     assert "No layer ran sparse, so there is no plan to draw: shorter than the <crossover>" in text
@@ -191,32 +191,33 @@ def test_nothing_sparse_is_said_and_not_drawn():
 def test_the_bars_are_as_long_as_the_seconds():
     show = make_show()
     for parts, reading in (
-        (pictures.dense_parts(show, pictures.LIGHT), show.dense),
-        (pictures.sparge_parts(show, pictures.LIGHT), show.sparge),
+        (page_figures.dense_parts(show, page_figures.LIGHT), show.dense),
+        (page_figures.sparge_parts(show, page_figures.LIGHT), show.sparge),
     ):
         assert sum(spent for _, spent, _ in parts) == pytest.approx(reading.seconds[0])
-    names = [name for name, _, _ in pictures.sparge_parts(show, pictures.LIGHT)]
+    names = [name for name, _, _ in page_figures.sparge_parts(show, page_figures.LIGHT)]
     assert [name.split(": ")[1] for name in names] == [
-        "statistics and codes",
-        "plan",
+        "prepare",
+        "predict",
+        "select",
         "attend",
         "rest of the model",
     ]
     mixed = replace(show, sparge=replace(show.sparge, attention=(4.0, 4.0, 4.0)))
-    own = pictures.sparge_parts(mixed, pictures.LIGHT)[3]
+    own = page_figures.sparge_parts(mixed, page_figures.LIGHT)[4]
     assert own[:2] == ("sparge: the model's own attention", pytest.approx(2.0))
-    figure = pictures.time_figure(show, pictures.LIGHT)
+    figure = page_figures.time_figure(show, page_figures.LIGHT)
     widths = [bar.get_width() for bar in figure.axes[0].patches]
-    assert widths == pytest.approx([10, 10, 0.25, 0.5, 1.25, 8])
+    assert widths == pytest.approx([10, 10, 0.25, 0.25, 0.25, 1.25, 8])
 
 
 def test_the_heat_maps_hold_the_data():
     show = make_show()
-    grid = pictures.sparsity_figure(show, pictures.LIGHT).axes[0].images[0].get_array()
+    grid = page_figures.sparsity_figure(show, page_figures.LIGHT).axes[0].images[0].get_array()
     # Heads downwards, layers across; the second layer ran dense.
     assert grid[:, 0].tolist() == [75.0, 50.0]
     assert grid.mask[:, 1].all()
-    panel = pictures.plans_figure(show, pictures.LIGHT).axes[0]
+    panel = page_figures.plans_figure(show, page_figures.LIGHT).axes[0]
     assert "layer 0, head 0\n20% of the blocks, 90.0% of the attention" in panel.get_title()
     skipped, computed = (image.get_array() for image in panel.images)
     view = show.heads[0]
@@ -225,16 +226,16 @@ def test_the_heat_maps_hold_the_data():
     assert torch.equal(torch.tensor(skipped.mask), view.kept | future)
     drawn = torch.where(view.kept, torch.tensor(computed.data), torch.tensor(skipped.data))
     drawn = drawn[~future]
-    assert torch.allclose(drawn, view.mass[~future].double().clamp(min=pictures.FAINTEST))
+    assert torch.allclose(drawn, view.mass[~future].double().clamp(min=page_figures.FAINTEST))
 
 
 def test_the_table_is_one_of_the_house():
-    table = comparison.table_of(make_show())
+    table = comparison.comparison_table(make_show())
     assert isinstance(table, Table)
     assert table.cells()[0] == ["seconds to the first token", "25.0 s", "10.0 s", "3.00x the speed"]
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setattr(page_figures, "find_spec", lambda name: None)
     with pytest.raises(Unsupported, match=r"sparge\[demo\]"):
-        pictures.require()
+        page_figures.require_matplotlib()

@@ -391,12 +391,3 @@ def test_rows_that_say_nothing_keep_everything(backend):
     mask[[31, 63, 95, 127]] = False
     recipe = Recipe(KeepMass(0.1), predictor="rows", **BARE)
     assert plan_mask(q, k, recipe, backend, attn_mask=mask).all()
-
-
-@pytest.mark.rule("3.12")
-def test_a_tiny_fraction_keeps_one_block(backend):
-    """Also without a sink block: rounding must not leave a row with none."""
-    q, k, _ = make_qkv(Hq=2, Lq=300, D=16)
-    recipe = Recipe(KeepFraction(1e-10), sink_blocks=0, predictor="mean")
-    plan = sparge.make_plan(q, k, recipe=recipe, backend=backend)
-    assert (plan.counts == 1).all()

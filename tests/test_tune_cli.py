@@ -102,10 +102,10 @@ def test_interrupted_tuning_writes_what_there_is(traced, tmp_path, capsys, monke
     ("arguments", "why"),
     [
         (["--trace", "x"], "an error bound is needed"),
-        (["--trace", "x", "--l1", "0.1", "--preset", "llama"], "not both"),
+        (["--trace", "x", "--l1", "0.1", "--preset", "llama"], "cannot be combined"),
         (["--trace", "x", "--l1", "0.1", "--l2", "0.05"], "at least l1"),
         (["--trace", "x", "--l1", "0.1"], "'x' holds no trace"),
-        (["--l1", "0.1"], "give --model NAME|DIR"),
+        (["--l1", "0.1"], "--model NAME|DIR is needed"),
         (["--model", "tiny", "--l1", "0.1", "--inputs", "40"], "at most 16 inputs"),
     ],
 )
@@ -130,7 +130,7 @@ def test_profiles_are_shown_and_compared(traced, tmp_path, capsys):
     assert main(["profile", "show", str(first), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(first.read_text())
     assert main(["profile", "diff", str(first), str(first)]) == 0
-    assert "both keep the same" in capsys.readouterr().out
+    assert "the profiles keep the same" in capsys.readouterr().out
     assert main(["profile", "diff", str(first), str(second), "--json"]) == 1
     (difference,) = json.loads(capsys.readouterr().out)["differences"]
     assert difference["where"] == f"{LAYERS[0]} head 0"
@@ -146,7 +146,7 @@ def test_a_profile_is_checked_against_a_model(traced, tmp_path, capsys, monkeypa
     assert "it was tuned for tiny" in capsys.readouterr().out
     monkeypatch.setattr(zoo, "load", lambda name: (tiny_llama(seed=9), None))
     assert main(["profile", "check", str(path), "--model", "other"]) == 1
-    assert "not for other: its weights differ" in capsys.readouterr().out
+    assert "does not fit other: its weights differ" in capsys.readouterr().out
     path.write_text(path.read_text()[:50])
     assert main(["profile", "check", str(path)]) == 2
     assert "is not a usable profile: it is damaged" in capsys.readouterr().err

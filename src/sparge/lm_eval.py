@@ -1,7 +1,7 @@
-"""EleutherAI's lm-eval with `attn_implementation=sparge` to choose: `python -m sparge.lm_eval`.
+"""EleutherAI's lm-eval with `attn_implementation=sparge` available: `python -m sparge.lm_eval`.
 
-Every argument is lm-eval's own. It has no plug-ins for attention, so ours is registered first, in
-the same process.
+All arguments are lm-eval's. It has no plug-ins for attention, so sparge registers its own first,
+in the same process.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 from importlib import import_module
 
 from .errors import Unsupported
-from .evaluate.harness import require
+from .evaluate.harness import require_lm_eval
 
 
 def main() -> int:
     try:
-        require("python -m sparge.lm_eval")
+        require_lm_eval("python -m sparge.lm_eval")
     except Unsupported as refusal:
         print(f"sparge: error: {refusal}", file=sys.stderr)
         return 3

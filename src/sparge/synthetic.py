@@ -3,12 +3,12 @@
     q_i · k_j / sqrt(D)  ≈  local_h · Σ_f cos(ω_f (i - j)) / F        nearby tokens
                           + topical_h · [topic of i == topic of j]    the same topic, near or far
                           + sink_h · [j is one of the first tokens]   the attention sink
-                          + q_i · offset (the same for every j)       what smoothing removes
+                          + q_i · offset (the same for every j)       removed by smoothing
                           + noise
 
-Topics are segments of the sequence that come back later. Heads run from local (the first) to
-diffuse (the last). Drawn on the CPU, in fp64 and without BLAS, so that a seed gives the same
-numbers for every device and any number of threads.
+Topics are segments of the sequence that recur. Heads range from local (the first) to diffuse (the
+last). Numbers are drawn on the CPU in fp64 without BLAS, so a seed gives the same numbers on every
+device and with any number of threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOISE = 0.8
 
 @dataclass(frozen=True)
 class Strengths:
-    """Logits that a head gives to nearness, to a shared topic and to the sink."""
+    """Logits of a head for near tokens, for a shared topic and for the sink."""
 
     local: float
     topical: float
@@ -55,7 +55,7 @@ def structured_qkv(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query `[B, Hq, L, D]`, key and value `[B, Hk, L, D]`; the same for the same seed."""
+    """query `[B, Hq, L, D]`, key and value `[B, Hk, L, D]`; deterministic for a seed."""
     _check_sizes(B, Hq, Hk, L, D)
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
@@ -75,7 +75,7 @@ def structured_qkv(
 
 
 def head_strengths(h: int, Hq: int) -> Strengths:
-    """From the local head to the diffuse one in equal steps."""
+    """Equal steps from the local head to the diffuse one."""
     t = h / max(Hq - 1, 1)
     a, b = LOCAL_HEAD, DIFFUSE_HEAD
     return Strengths(
@@ -87,7 +87,7 @@ def head_strengths(h: int, Hq: int) -> Strengths:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What one key head's tokens are made of, `[L, D]` each, in subspaces at right angles.
+    """The components of one key head's tokens, `[L, D]` each, in orthogonal subspaces.
 
     position, topic: unit rows; sink: one unit vector `[D]`.
     """
@@ -112,9 +112,9 @@ class _Parts:
 
     def query(self, strengths: Strengths, generator: torch.Generator) -> Tensor:
         L, D = self.position.shape
-        asked = strengths.local * self.position + strengths.topical * self.topic
-        # Keys hold unit vectors, so the query brings the logit and undoes softmax's 1/sqrt(D).
-        return (asked + strengths.sink * self.sink) * math.sqrt(D) + NOISE * _normal(
+        wanted = strengths.local * self.position + strengths.topical * self.topic
+        # Keys hold unit vectors: the query carries the logit and cancels the 1/sqrt(D).
+        return (wanted + strengths.sink * self.sink) * math.sqrt(D) + NOISE * _normal(
             (L, D), generator
         )
 
@@ -126,15 +126,15 @@ class _Parts:
         return held + offset + NOISE / math.sqrt(D) * _normal((L, D), generator)
 
     def value(self, generator: torch.Generator) -> Tensor:
-        """Tokens of a topic say similar things; the sink says next to nothing."""
+        """Tokens of a topic have similar values; the sink's value is near zero."""
         L, D = self.position.shape
-        says = self.topic * math.sqrt(D) + _normal((L, D), generator)
-        says[:SINK_TOKENS] *= 0.05
-        return says
+        values = self.topic * math.sqrt(D) + _normal((L, D), generator)
+        values[:SINK_TOKENS] *= 0.05
+        return values
 
 
 def _topics(L: int, generator: torch.Generator) -> Tensor:
-    """The topic of every token, `[L]`: segments of random length, topics that come back."""
+    """The topic of every token, `[L]`: segments of random length, topics that recur."""
     n_topics = max(4, L // TOKENS_PER_TOPIC)
     topics: list[int] = []
     while len(topics) < L:
@@ -145,7 +145,7 @@ def _topics(L: int, generator: torch.Generator) -> Tensor:
 
 
 def _frequencies(n_waves: int) -> Tensor:
-    """Geometric, as rotary embeddings have them."""
+    """Geometric, as in rotary embeddings."""
     shortest, longest = WAVELENGTHS
     step = (longest / shortest) ** (1 / max(n_waves - 1, 1))
     waves = [shortest * step**f for f in range(n_waves)]
@@ -153,7 +153,7 @@ def _frequencies(n_waves: int) -> Tensor:
 
 
 def _axes(D: int, generator: torch.Generator) -> Tensor:
-    """Random unit vectors at right angles to each other, `[D, D]`; Gram and Schmidt's way."""
+    """Random orthonormal vectors, `[D, D]`, by Gram-Schmidt."""
     axes = _normal((D, D), generator)
     for i in range(D):
         axes[i] = _unit(axes[i])
@@ -163,7 +163,7 @@ def _axes(D: int, generator: torch.Generator) -> Tensor:
 
 
 def _along(coordinates: Tensor, axes: Tensor) -> Tensor:
-    """`coordinates @ axes`, one axis after another."""
+    """`coordinates @ axes`, one axis at a time."""
     out = torch.zeros(coordinates.shape[0], axes.shape[1], dtype=axes.dtype)
     for i, axis in enumerate(axes):
         out += coordinates[:, i, None] * axis
@@ -186,6 +186,6 @@ def _check_sizes(B: int, Hq: int, Hk: int, L: int, D: int) -> None:
         raise ValueError(f"query heads must be a multiple of key heads, got {Hq} and {Hk}")
     if D < MIN_HEAD_DIM:
         raise ValueError(
-            f"structured inputs need a head dim of at least {MIN_HEAD_DIM}, got {D}: position, "
-            "topic and sink each take dimensions of their own"
+            f"D must be at least {MIN_HEAD_DIM}, got {D}: position, topic and sink each need their "
+            "own dimensions"
         )

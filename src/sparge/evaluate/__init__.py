@@ -1,6 +1,6 @@
-"""What a language model gains and what it costs: the measures of `sparge eval`.
+"""`sparge eval`: what a language model gains with sparge, and what it costs.
 
-Settings are cut into cells, each one measurement that is kept as soon as it is made; a document
-is summed up from the cells. lm-eval runs what it has a task for; prefill times, position buckets,
-divergence and per-head error, which it has not, are measured here.
+Settings are split into cells. Each cell is one measurement, saved as soon as it is made; the
+document is computed from the cells. lm-eval runs the measures it has tasks for; prefill time,
+perplexity by position, divergence and per-head error are measured here.
 """

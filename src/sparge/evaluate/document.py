@@ -1,101 +1,88 @@
-"""NOUN one evaluation as data: what was asked, where it ran, and a row for every figure."""
+"""The rows of an evaluation's document, computed from the cells that are finished."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from typing import Any
 
 from .prefill import prefill_row
 from .quality import errors_row, perplexity_row
-from .settings import DENSE, ERRORS, NEEDLE, PERPLEXITY, PREFILL, SPARGE, TASKS, Cell, Settings
-from .targets import judge
+from .settings import (
+    DENSE_VARIANT,
+    ERRORS,
+    NEEDLE,
+    PERPLEXITY,
+    PREFILL,
+    SPARGE_VARIANT,
+    TASKS,
+    Cell,
+    Settings,
+)
 
-FORMAT = "sparge.eval/1"
+FORMAT = "sparge.eval/2"
 Result = Callable[[str], dict[str, Any] | None]
-Rows = tuple[dict[str, Any], ...]
+Rows = list[dict[str, Any]]
+Cells = list[tuple[Cell, dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """where: versions, machine and date. Rows of a measure that was not asked for are empty."""
-
-    command: str
-    where: Mapping[str, Any]
-    model: Mapping[str, Any]
-    text: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    took_seconds: float
-    prefill: Rows
-    perplexity: Rows
-    needle: Rows
-    errors: Rows
-    tasks: Rows
-    targets: Rows
-
-    def to_dict(self) -> dict[str, Any]:
-        plain = asdict(self)
-        where = plain.pop("where")
-        return {"format": FORMAT, **where, **plain}
-
-
-def rows_of(settings: Settings, result: Result) -> dict[str, Rows]:
-    """The rows of every measure, from the cells that are finished."""
-    cells: dict[str, list[tuple[Cell, dict[str, Any]]]] = {}
+def measure_rows(settings: Settings, result: Result) -> dict[str, Rows]:
+    """The rows of every measure; a measure that was not asked for has none."""
+    cells: dict[str, Cells] = {}
     for cell in settings.cells():
         found = result(cell.key)
         if found is not None:
             cells.setdefault(cell.measure, []).append((cell, found))
-    windows: dict[int, list[dict[str, Any]]] = {}
+    windows: dict[int, Rows] = {}
     for cell, found in cells.get(PERPLEXITY, []):
         windows.setdefault(cell.length, []).append(found)
-    rows = {
-        PREFILL: tuple(prefill_row(c.length, found) for c, found in cells.get(PREFILL, [])),
-        PERPLEXITY: tuple(perplexity_row(n, found) for n, found in sorted(windows.items())),
+    return {
+        PREFILL: [prefill_row(c.length, found) for c, found in cells.get(PREFILL, [])],
+        PERPLEXITY: [perplexity_row(n, found) for n, found in sorted(windows.items())],
         NEEDLE: _needle_rows(cells.get(NEEDLE, [])),
-        ERRORS: tuple(errors_row(c.length, found) for c, found in cells.get(ERRORS, [])),
+        ERRORS: [errors_row(c.length, found) for c, found in cells.get(ERRORS, [])],
         TASKS: _task_rows(cells.get(TASKS, [])),
     }
-    return {**rows, "targets": tuple(judge(rows))}
 
 
-def _needle_rows(cells: list[tuple[Cell, dict[str, Any]]]) -> Rows:
-    """One for each document that both variants have read."""
-    pairs: dict[tuple[int, int | None], dict[str, dict[str, Any]]] = {}
-    for cell, found in cells:
-        pairs.setdefault((cell.length, cell.depth), {})[cell.variant] = found
-    return tuple(
+def _pairs(cells: Cells) -> list[tuple[Cell, dict[str, Any], dict[str, Any]]]:
+    """Cells that both variants have finished: the cell, the dense result, sparge's result."""
+    found: dict[tuple[str, int, int | None], dict[str, tuple[Cell, dict[str, Any]]]] = {}
+    for cell, result in cells:
+        key = (cell.task, cell.length, cell.depth)
+        found.setdefault(key, {})[cell.variant] = (cell, result)
+    return [
+        (*pair[DENSE_VARIANT], pair[SPARGE_VARIANT][1]) for pair in found.values() if len(pair) == 2
+    ]
+
+
+def _needle_rows(cells: Cells) -> Rows:
+    return [
         {
-            "length": length,
-            "depth": depth,
-            "tokens": pair[DENSE]["tokens"],
-            "density": pair[SPARGE]["density"],
-            "dense_loss": pair[DENSE]["loss"],
-            "sparge_loss": pair[SPARGE]["loss"],
-            "dense_found": pair[DENSE]["found"],
-            "sparge_found": pair[SPARGE]["found"],
-            "lost": pair[DENSE]["found"] and not pair[SPARGE]["found"],
+            "length": cell.length,
+            "depth": cell.depth,
+            "tokens": dense["tokens"],
+            "density": sparge["density"],
+            "dense_loss": dense["loss"],
+            "sparge_loss": sparge["loss"],
+            "dense_found": dense["found"],
+            "sparge_found": sparge["found"],
+            "lost": dense["found"] and not sparge["found"],
         }
-        for (length, depth), pair in pairs.items()
-        if len(pair) == 2
-    )
+        for cell, dense, sparge in _pairs(cells)
+    ]
 
 
-def _task_rows(cells: list[tuple[Cell, dict[str, Any]]]) -> Rows:
-    pairs: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for cell, found in cells:
-        pairs.setdefault((cell.task, cell.length), {})[cell.variant] = found
-    return tuple(
+def _task_rows(cells: Cells) -> Rows:
+    return [
         {
-            "task": task,
-            "length": length,
+            "task": cell.task,
+            "length": cell.length,
             "metric": metric,
-            DENSE: value,
-            SPARGE: pair[SPARGE]["scores"].get(metric),
-            "limit": pair[DENSE]["limit"],
-            "density": pair[SPARGE]["density"],
+            DENSE_VARIANT: value,
+            SPARGE_VARIANT: sparge["scores"].get(metric),
+            "limit": dense["limit"],
+            "density": sparge["density"],
         }
-        for (task, length), pair in pairs.items()
-        if len(pair) == 2
-        for metric, value in pair[DENSE]["scores"].items()
-    )
+        for cell, dense, sparge in _pairs(cells)
+        for metric, value in dense["scores"].items()
+    ]

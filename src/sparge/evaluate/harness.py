@@ -1,7 +1,4 @@
-"""EleutherAI's lm-eval, given a model that is already in memory.
-
-Nothing of it is imported before it is asked for; it is an extra.
-"""
+"""EleutherAI's lm-eval on a model that is already in memory. It is optional, imported at use."""
 
 from __future__ import annotations
 
@@ -26,54 +23,55 @@ TASK_FILES = Path(__file__).parent / "tasks"
 NEEDLE_TASK, LONGTEXT_TASK = "sparge_needle", "sparge_longtext"
 OWN_TASKS = (NEEDLE_TASK, LONGTEXT_TASK)
 SEED = 1234
-"""Of few-shot examples, as in lm-eval's own command line."""
+"""Of few-shot examples, as in lm-eval's command line."""
 ANSWER_ROWS = 64
-"""Last rows of logits that a short answer can need; the rows before them are never made."""
+"""Last rows of logits that a short answer needs; other rows are not computed."""
 
 
-def require(what: str) -> None:
+def require_lm_eval(what: str) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise Unsupported(
-            f"{what} runs through EleutherAI's lm-eval, which is not installed here",
+            f"{what} needs EleutherAI's lm-eval, which is not installed",
             {},
             'install it with: pip install "sparge[eval]"',
         )
 
 
 def check_tasks(names: Sequence[str], *, length: int, tokenizer_path: str) -> None:
-    """Raise for a name that lm-eval does not know, before any model is loaded."""
-    require("the measure tasks")
+    """Raise ValueError for a name that lm-eval does not know."""
+    require_lm_eval("the measure tasks")
     if set(names) <= set(OWN_TASKS):
         return
     known = {*task_manager(length, tokenizer_path).all_tasks, *OWN_TASKS}
     for name in names:
         if name not in known:
             near = get_close_matches(name, sorted(known), n=3)
-            hint = f"; near to it are {', '.join(near)}" if near else ""
+            hint = f"; similar names: {', '.join(near)}" if near else ""
             raise ValueError(
-                f"lm-eval has no task {name!r}{hint}; its list: python -m sparge.lm_eval ls tasks"
+                f"--tasks: lm-eval has no task {name!r}{hint}; for a list run: "
+                "python -m sparge.lm_eval ls tasks"
             )
 
 
 @cache
 def task_manager(length: int, tokenizer_path: str) -> Any:
-    """Every task that lm-eval ships: an index that takes many seconds to make.
+    """The index of all lm-eval tasks, which takes many seconds to build.
 
-    RULER's tasks make their documents themselves, of this length and with this tokenizer.
+    RULER's tasks generate their documents, of this length and with this tokenizer.
     """
     metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer_path}
-    with quiet():
+    with no_output():
         return import_module("lm_eval.tasks").TaskManager(metadata=metadata)
 
 
 def write_task(name: str, documents: Sequence[Mapping[str, Any]], directory: Path) -> Path:
-    """The task and its documents as files, which lm-eval's own command line runs as well."""
+    """Write the task and its documents as files; lm-eval's command line can run them too."""
     directory.mkdir(parents=True, exist_ok=True)
     data = directory / f"{name}.jsonl"
     lines = "".join(f"{json.dumps(dict(document))}\n" for document in documents)
     replace_file(data, lines.encode())
     text = (TASK_FILES / f"{name}.yaml").read_text(encoding="utf-8")
-    # A JSON string is a YAML string, whatever the path has in it.
+    # Any JSON string is a valid YAML string.
     text = text.replace("DATA_FILE", json.dumps(str(data.resolve())))
     text = text.replace("CACHE_DIRECTORY", json.dumps(str((directory / "cache").resolve())))
     replace_file(directory / f"{name}.yaml", text.encode())
@@ -81,8 +79,8 @@ def write_task(name: str, documents: Sequence[Mapping[str, Any]], directory: Pat
 
 
 def load_task(name: str, directory: Path) -> Any:
-    """A task of ours, loaded; documents are read once for all that is asked of it."""
-    with quiet():
+    """Load a task that `write_task` wrote."""
+    with no_output():
         manager = import_module("lm_eval.tasks").TaskManager(
             include_path=str(directory), include_defaults=False
         )
@@ -90,9 +88,9 @@ def load_task(name: str, directory: Path) -> Any:
 
 
 def answer_of(loaded: Any, name: str, i: int, lm: Any) -> tuple[float, bool, int]:
-    """Document i: the mean loss of its answer's tokens, whether greedy says it, and how many."""
+    """Document i: mean loss of the answer's tokens, whether greedy writes it, number of tokens."""
     has_template = lm.tokenizer.chat_template is not None
-    with quiet():
+    with no_output():
         found = import_module("lm_eval.evaluator").evaluate(
             lm=lm,
             task_dict=loaded,
@@ -108,14 +106,14 @@ def answer_of(loaded: Any, name: str, i: int, lm: Any) -> tuple[float, bool, int
     return -float(likelihood) / tokens, bool(is_greedy), tokens
 
 
-# Dense and sparge follow each other: documents that take minutes to make are made once for both.
+# Documents can take minutes to generate: dense and sparge share them.
 @lru_cache(maxsize=1)
 def _loaded(name: str, length: int, tokenizer_path: str) -> Any:
     manager = task_manager(length, tokenizer_path)
-    # Seeded as lm-eval's own command line does: a run that is resumed makes the same documents.
+    # Seeded as in lm-eval's command line, so a resumed run generates the same documents.
     random.seed(0)
     import_module("numpy").random.seed(SEED)
-    with quiet():
+    with no_output():
         return manager.load([name])
 
 
@@ -128,9 +126,9 @@ def scores_of(
     tokenizer_path: str,
     directory: Path | None = None,
 ) -> dict[str, float]:
-    """The metrics of any task that lm-eval knows, by name; of a group, those of its tasks.
+    """The metrics of a task by name; of a group, those of its tasks.
 
-    directory: where a task of ours was written.
+    directory: where `write_task` wrote the task; None for a task of lm-eval.
     """
     if directory is None:
         loaded = _loaded(name, length, tokenizer_path)
@@ -140,14 +138,14 @@ def scores_of(
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEED)
-    with quiet():
+    with no_output():
         found = import_module("lm_eval.evaluator").evaluate(
             lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=False
         )
     scores = {}
     for task, metrics in found["results"].items():
         for metric, value in metrics.items():
-            # "acc,none": the metric and its filter. RULER says -1 for the lengths not asked for.
+            # "acc,none": the metric and its filter. RULER reports -1 for other lengths.
             if isinstance(value, float | int) and "stderr" not in metric and value != -1:
                 short = metric.removesuffix(",none")
                 scores[short if task == name else f"{task} {short}"] = float(value)
@@ -156,8 +154,8 @@ def scores_of(
 
 
 def wrap(model: Any, tokenizer: Any, *, max_length: int, answers_only: bool = False) -> Any:
-    """The model for lm-eval; with `answers_only` logits are made for the last rows alone."""
-    with quiet():
+    """The model for lm-eval; `answers_only` computes the logits of the last rows only."""
+    with no_output():
         return _wrapper()(
             model, tokenizer, max_length=max_length, rows=ANSWER_ROWS if answers_only else None
         )
@@ -176,7 +174,7 @@ def _wrapper() -> Any:
                 tokenizer=tokenizer,
                 batch_size=1,
                 max_length=max_length,
-                # A loss in bf16 would be rounded to three digits.
+                # bf16 would round the loss to three digits.
                 softmax_dtype="float32",
             )
             self.rows = rows
@@ -186,7 +184,7 @@ def _wrapper() -> Any:
                 return super()._model_call(inps, attn_mask, labels)
             import torch
 
-            # lm-eval counts answer tokens from the end of what it gets, so the end is enough.
+            # lm-eval counts answer tokens from the end, so the last rows are enough.
             with torch.inference_mode():
                 return self.model(inps, logits_to_keep=self.rows, use_cache=False).logits
 
@@ -194,8 +192,8 @@ def _wrapper() -> Any:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Neither lm-eval's bars nor its advice, which would break our own bar; errors still show."""
+def no_output() -> Iterator[None]:
+    """Suppress lm-eval's progress bars and advice, which would break our bar; errors still show."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

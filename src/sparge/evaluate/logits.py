@@ -1,7 +1,7 @@
-"""What two runs of one model say of the next token, compared a few rows at a time.
+"""The next-token distributions of two runs of one model, compared a few rows at a time.
 
-The logits of 8192 tokens over 49152 words are 1.6 GB in fp32. So hidden states are kept, which
-are small, and go through the output layer in slices.
+The logits of 8192 tokens over 49152 words take 1.6 GB in fp32. Hidden states are small: they are
+kept instead, and go through the output layer in slices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 ROWS = 256
 """Rows of logits in memory at once."""
 PROBE = 8
-"""Tokens on which it is tried whether the output layer alone makes the logits."""
+"""Tokens used to test whether the output layer alone makes the logits."""
 
 
 class Outputs:
@@ -35,7 +35,7 @@ class Outputs:
 
 @torch.inference_mode()
 def outputs_of(model: Any, ids: Tensor, *, split: bool) -> Outputs:
-    """Of one sequence [1, L]: its hidden states where the model splits, its logits where not."""
+    """Outputs of a sequence [1, L]: hidden states if `split`, else logits."""
     if not split:
         return Outputs(model(ids, use_cache=False).logits[0], None)
     hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]
@@ -44,9 +44,9 @@ def outputs_of(model: Any, ids: Tensor, *, split: bool) -> Outputs:
 
 @torch.inference_mode()
 def splits(model: Any, ids: Tensor) -> bool:
-    """Whether the logits are the output layer of the last hidden state and nothing more.
+    """Whether the logits are the output layer applied to the last hidden state.
 
-    Some models scale or cap them; then slices would be wrong, and few tokens tell.
+    Some models scale or cap them. A few tokens are compared.
     """
     few, head = ids[:, :PROBE], model.get_output_embeddings()
     if head is None:
@@ -64,7 +64,7 @@ def splits(model: Any, ids: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A number for each predicted token, fp64. kl: of dense from sparge. agree: same favourite."""
+    """fp64 numbers per predicted token. dense, sparge: losses. agree: same most likely token."""
 
     dense: Tensor
     sparge: Tensor
@@ -85,7 +85,7 @@ def compare(dense: Outputs, sparge: Outputs, ids: Tensor) -> Comparison:
         numbers = (
             -p.gather(1, wanted)[:, 0],
             -q.gather(1, wanted)[:, 0],
-            # Rounding can make the divergence of equal distributions a hair negative.
+            # Rounding can make the divergence of equal distributions slightly negative.
             F.kl_div(q, p, log_target=True, reduction="none").sum(-1).clamp(min=0),
             p.argmax(-1) == q.argmax(-1),
         )

@@ -10,32 +10,23 @@ from typing import Any
 
 from .texts import Text
 
+# fmt: off
 CITIES = (
-    *("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Vienna", "Dakar", "Quito", "Riga", "Perth"),
-    *(
-        "Tunis",
-        "Seoul",
-        "Bogota",
-        "Zagreb",
-        "Manila",
-        "Havana",
-        "Accra",
-        "Dublin",
-        "Cairo",
-        "Kyoto",
-    ),
+    "Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Vienna", "Dakar", "Quito", "Riga", "Perth",
+    "Tunis", "Seoul", "Bogota", "Zagreb", "Manila", "Havana", "Accra", "Dublin", "Cairo", "Kyoto",
 )
+# fmt: on
 FACT = "The special magic number for {city} is: {number}."
 QUESTION = "What is the special magic number for {city}?"
 PREFIX = "The special magic number for {city} is:"
 SENTENCE_END = re.compile(r"[.!?][\"')]?\s+")
 SHORTEST_TEXT = 16
-"""Tokens of text that a length must leave beside the question and the chat template."""
+"""Fewest tokens of text besides the question and the chat template."""
 
 
 @dataclass(frozen=True)
 class Needle:
-    """depth: percent of the text that stands before the fact. tokens: of prompt and answer."""
+    """depth: percent of the text before the fact. tokens: of prompt and answer."""
 
     context: str
     question: str
@@ -50,13 +41,13 @@ class Needle:
 
 
 Count = Callable[[str, str, str, str], int]
-"""Tokens of (context, question, prefix, answer) as the model will read them."""
+"""Number of tokens of (context, question, prefix, answer) as the model reads them."""
 
 
 def make_needle(
     text: Text, tokenizer: Any, *, length: int, depth: int, seed: int, count: Count
 ) -> Needle:
-    """The longest document of at most `length` tokens, the same for the same seed."""
+    """The longest document of at most `length` tokens; deterministic for a seed."""
     rng = random.Random(f"sparge needle {seed} {length} {depth}")
     city, number = rng.choice(CITIES), str(rng.randrange(1_000_000, 10_000_000))
     fact = FACT.format(city=city, number=number)
@@ -68,7 +59,7 @@ def make_needle(
             f"a needle needs a length of at least {around + SHORTEST_TEXT} tokens with this "
             f"tokenizer, its question and template included; got {length}"
         )
-    # Another stretch of the text for each document, so that one odd passage is not in all of them.
+    # Another part of the text for each document, so no passage is in all of them.
     start = rng.randrange(max(1, len(text.tokens) - own))
     while True:
         haystack = tokenizer.decode(text.tokens[start : start + own])
@@ -76,12 +67,12 @@ def make_needle(
         tokens = count(context, question, prefix, number)
         if tokens <= length:
             return Needle(context, question, prefix, number, length, depth, tokens)
-        # Words cut elsewhere are other tokens, and a few more of them at times.
+        # Text cut at another place can have a few more tokens.
         own -= tokens - length
 
 
 def hide(fact: str, haystack: str, depth: int) -> str:
-    """The fact between two sentences, as near to its depth as they allow."""
+    """The haystack with the fact between two sentences, as near to its depth as possible."""
     ends = [0, *(match.end() for match in SENTENCE_END.finditer(haystack)), len(haystack)]
     wanted = len(haystack) * depth / 100
     at = min(ends, key=lambda end: abs(end - wanted))
@@ -90,7 +81,7 @@ def hide(fact: str, haystack: str, depth: int) -> str:
 
 
 def counter(tokenizer: Any) -> Count:
-    """Counts as lm-eval writes the prompt: in the chat template where the tokenizer has one."""
+    """Count as lm-eval writes the prompt: in the chat template if the tokenizer has one."""
 
     def count(context: str, question: str, prefix: str, answer: str) -> int:
         asked = f"{context}\n\n{question}"
@@ -98,7 +89,7 @@ def counter(tokenizer: Any) -> Count:
             return len(tokenizer.encode(f"{asked} {prefix} {answer}"))
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": prefix}]
         prompt = tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
-        # Like lm-eval: no second BOS before a template that writes one.
+        # As in lm-eval: no second BOS if the template writes one.
         bare = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         return len(tokenizer.encode(f"{prompt} {answer}", add_special_tokens=not bare))
 

@@ -1,4 +1,4 @@
-"""Seconds to the first token, dense and sparge in turns, and how much of it is attention."""
+"""Seconds to the first token, dense and sparge in turns, and the time spent in attention."""
 
 from __future__ import annotations
 
@@ -12,70 +12,69 @@ import torch
 from torch import Tensor
 
 from ..integrations import accelerate
-from ..report.race import SECONDS_OF_A_LONG_ROUND, quiet, rounds_for
-from .settings import DENSE, SHORT, SPARGE
-from .subject import Subject, density_of
+from ..support.turns import no_garbage_collection, take_turns
+from .settings import DENSE_VARIANT, SHORT, SPARGE_VARIANT
+from .tested_model import TestedModel, total_runs
 
-CLOCKED = "dense, clocked"
-"""Dense attention through our own hook, which alone can say how long it took."""
-WAYS = (DENSE, SPARGE, CLOCKED)
-SHORT_ROUNDS = 15
-"""A few per cent are to be told at the shortest length, and its rounds are cheap."""
+CLOCKED = "clocked"
+"""Dense attention through sparge's hook, which measures the time spent in attention."""
+FEWEST_ROUNDS, MOST_ROUNDS, SHORT_ROUNDS = 3, 25, 15
+"""SHORT_ROUNDS: at least, at the shortest length, where a few per cent matter."""
+SECONDS, WARM_UP = 5.0, 6.0
+"""Time budget of a length; a first round shorter than WARM_UP is discarded."""
 
 
 @dataclass
 class Way:
-    """seconds, attention: one number for each turn."""
+    """One way to run the model. attention: seconds in attention, one per turn, warm-up included."""
 
-    seconds: list[float] = field(default_factory=list)
+    tested: TestedModel
+    name: str
+    ids: Tensor
     attention: list[float] = field(default_factory=list)
     report: Any = None
 
+    def take_turn(self) -> float:
+        model = self.tested.model
+        clocked = self.name == CLOCKED
+        with (
+            accelerate(model, backend="dense")
+            if clocked
+            else self.tested.variant(self.name) as handle
+        ):
+            seconds = first_token(model, self.ids)
+            if handle is not None:
+                self.report = handle.report()
+                self.attention.append(self.report.seconds)
+        return seconds
 
-def measure_prefill(subject: Subject, length: int) -> dict[str, Any]:
-    """Every turn's seconds of each way, in rounds there and back."""
-    ids = subject.window(length)
-    ways = {name: Way() for name in WAYS}
-    with quiet(), torch.inference_mode():
-        start = time.perf_counter()
-        for name, way in ways.items():
-            take_turn(subject, name, ids, way)
-        one_round = time.perf_counter() - start
-        is_long = one_round > len(WAYS) * SECONDS_OF_A_LONG_ROUND
-        if not is_long:  # a cold start is lost in a long round, and shows in a short one
-            ways = {name: Way() for name in WAYS}
-        least = SHORT_ROUNDS if length <= SHORT else 0
-        rounds = subject.settings.repeat or max(least, rounds_for(one_round))
-        for i in range(1 if is_long else 0, rounds):
-            for name in WAYS[:: 1 if i % 2 == 0 else -1]:
-                take_turn(subject, name, ids, ways[name])
-    report = ways[SPARGE].report
+
+def measure_prefill(tested: TestedModel, length: int) -> dict[str, Any]:
+    """The seconds of every turn, for each way."""
+    ids = tested.window(length)
+    ways = [Way(tested, name, ids) for name in (DENSE_VARIANT, SPARGE_VARIANT, CLOCKED)]
+    with no_garbage_collection(), torch.inference_mode():
+        times = take_turns(
+            [way.take_turn for way in ways],
+            rounds=tested.settings.repeat,
+            seconds=SECONDS,
+            fewest=SHORT_ROUNDS if length <= SHORT else FEWEST_ROUNDS,
+            most=MOST_ROUNDS,
+            warm_up=WARM_UP,
+        )
+    rounds, report = len(times[0]), ways[1].report
     return {
         "rounds": rounds,
-        "density": density_of(report),
-        "ran": _ran(report),
+        "density": report.density,
+        "ran": total_runs(report),
         "fallbacks": report.fallbacks,
-        **{f"{_word(name)}_seconds": way.seconds for name, way in ways.items()},
-        **{f"{_word(n)}_attention_seconds": w.attention for n, w in ways.items() if w.attention},
+        **{f"{way.name}_seconds": own for way, own in zip(ways, times, strict=True)},
+        **{f"{way.name}_attention_seconds": way.attention[-rounds:] for way in ways[1:]},
     }
 
 
-def take_turn(subject: Subject, name: str, ids: Tensor, way: Way) -> None:
-    model = subject.model
-    if name == CLOCKED:
-        with accelerate(model, backend="dense") as handle:
-            way.seconds.append(first_token(model, ids))
-            way.attention.append(handle.report().seconds)
-        return
-    with subject.variant(name) as handle:
-        way.seconds.append(first_token(model, ids))
-        if handle is not None:
-            way.report = handle.report()
-            way.attention.append(way.report.seconds)
-
-
 def first_token(model: Any, ids: Tensor) -> float:
-    """The whole prefill with its cache, and the one row of logits that names the next token."""
+    """Seconds of a prefill that fills the cache and computes the logits of the last row."""
     _wait(ids.device)
     start = time.perf_counter()
     model(ids, use_cache=True, logits_to_keep=1)
@@ -84,7 +83,7 @@ def first_token(model: Any, ids: Tensor) -> float:
 
 
 def prefill_row(length: int, cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Medians, ratios within a round, and the limit that attention's share sets."""
+    """Medians, ratios within a round, and the largest speed-up that attention's share allows."""
     dense, sparge = cell["dense_seconds"], cell["sparge_seconds"]
     clocked, inside = cell["clocked_seconds"], cell["clocked_attention_seconds"]
     ours = cell["sparge_attention_seconds"]
@@ -107,18 +106,6 @@ def prefill_row(length: int, cell: Mapping[str, Any]) -> dict[str, Any]:
         "ran": cell["ran"],
         "fallbacks": cell["fallbacks"],
     }
-
-
-def _ran(report: Any) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for layer in report.layers:
-        for way, n in layer.ran.items():
-            total[way] = total.get(way, 0) + n
-    return total
-
-
-def _word(name: str) -> str:
-    return "clocked" if name == CLOCKED else name
 
 
 def _wait(device: torch.device) -> None:

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from .logits import Comparison, compare, outputs_of
-from .settings import DENSE, SPARGE
-from .subject import Subject, density_of
+from .settings import DENSE_VARIANT, SPARGE_VARIANT
+from .tested_model import TestedModel
 
 FIRST_EDGE = 128
 
 
-def measure_perplexity(subject: Subject, length: int, window: int) -> dict[str, Any]:
-    """One window of the text through both variants, summed up by position."""
-    ids, split = subject.window(length, window), subject.split
-    dense = outputs_of(subject.model, ids, split=split)
-    with subject.variant(SPARGE) as handle:
-        sparge = outputs_of(subject.model, ids, split=split)
-        density = density_of(handle.report())
+def measure_perplexity(tested: TestedModel, length: int, window: int) -> dict[str, Any]:
+    """One window of the text through both variants, summed by position."""
+    ids, split = tested.window(length, window), tested.split
+    dense = outputs_of(tested.model, ids, split=split)
+    with tested.variant(SPARGE_VARIANT) as handle:
+        sparge = outputs_of(tested.model, ids, split=split)
+        density = handle.report().density
     return {"density": density, **sums_of(compare(dense, sparge, ids))}
 
 
 def sums_of(found: Comparison) -> dict[str, Any]:
-    """Sums over buckets of positions, so that windows can be added; the 99th percentile cannot."""
+    """Sums over buckets of positions, which can be added over windows; percentiles cannot."""
     n = len(found.kl)
     return {
         "kl_p99": float(found.kl.quantile(0.99)),
@@ -39,7 +39,7 @@ def sums_of(found: Comparison) -> dict[str, Any]:
 
 
 def edges_of(length: int) -> list[tuple[int, int]]:
-    """Positions in powers of two: the same buckets, but for the last, at every length."""
+    """Positions in powers of two: the same buckets at every length, except the last."""
     edges, stop = [(0, min(FIRST_EDGE, length))], FIRST_EDGE
     while stop < length:
         edges.append((stop, min(2 * stop, length)))
@@ -48,7 +48,7 @@ def edges_of(length: int) -> list[tuple[int, int]]:
 
 
 def _bucket(found: Comparison, start: int, stop: int) -> dict[str, Any]:
-    # Token t is predicted by row t - 1; the first token by none.
+    # Token t is predicted by row t - 1; the first token is not predicted.
     part = slice(max(start, 1) - 1, stop - 1)
     dense, sparge = found.dense[part], found.sparge[part]
     extra = sparge - dense
@@ -56,8 +56,8 @@ def _bucket(found: Comparison, start: int, stop: int) -> dict[str, Any]:
         "start": start,
         "stop": stop,
         "tokens": len(dense),
-        DENSE: float(dense.sum()),
-        SPARGE: float(sparge.sum()),
+        DENSE_VARIANT: float(dense.sum()),
+        SPARGE_VARIANT: float(sparge.sum()),
         "extra_squared": float((extra * extra).sum()),
         "kl": float(found.kl[part].sum()),
         "agree": float(found.agree[part].sum()),
@@ -65,7 +65,7 @@ def _bucket(found: Comparison, start: int, stop: int) -> dict[str, Any]:
 
 
 def perplexity_row(length: int, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All windows of one length as one text, and by position."""
+    """All windows of one length together, and by position."""
     buckets: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for cell in cells:
         for bucket in cell["buckets"]:
@@ -76,7 +76,7 @@ def perplexity_row(length: int, cells: Sequence[Mapping[str, Any]]) -> dict[str,
         "windows": len(cells),
         "density": sum(cell["density"] for cell in cells) / len(cells),
         **_summary(every),
-        # Of the worst window: percentiles of several do not add up.
+        # Of the worst window: percentiles cannot be added.
         "kl_p99": max(cell["kl_p99"] for cell in cells),
         "kl_max": max(cell["kl_max"] for cell in cells),
         "buckets": [
@@ -89,17 +89,17 @@ def perplexity_row(length: int, cells: Sequence[Mapping[str, Any]]) -> dict[str,
 def _summary(buckets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total = {
         name: sum(bucket[name] for bucket in buckets)
-        for name in ("tokens", DENSE, SPARGE, "extra_squared", "kl", "agree")
+        for name in ("tokens", DENSE_VARIANT, SPARGE_VARIANT, "extra_squared", "kl", "agree")
     }
     n = total["tokens"]
-    extra = (total[SPARGE] - total[DENSE]) / n
+    extra = (total[SPARGE_VARIANT] - total[DENSE_VARIANT]) / n
     variance = max(0.0, total["extra_squared"] / n - extra * extra)
     return {
         "tokens": n,
-        "dense_perplexity": math.exp(total[DENSE] / n),
-        "sparge_perplexity": math.exp(total[SPARGE] / n),
+        "dense_perplexity": math.exp(total[DENSE_VARIANT] / n),
+        "sparge_perplexity": math.exp(total[SPARGE_VARIANT] / n),
         "relative": math.expm1(extra),
-        # Of the relative change, as if tokens were independent; half of a window's own luck.
+        # Standard error of the relative change, as if tokens were independent.
         "relative_error": math.sqrt(variance / n),
         "agreement": total["agree"] / n,
         "kl_mean": total["kl"] / n,
@@ -107,11 +107,11 @@ def _summary(buckets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def measure_errors(subject: Subject, length: int) -> dict[str, Any]:
+def measure_errors(tested: TestedModel, length: int) -> dict[str, Any]:
     """Relative L1 against exact attention, and density, for each layer and head."""
-    ids = subject.window(length)
-    with subject.variant(SPARGE, measure_error=True) as handle:
-        subject.model(ids, use_cache=False, logits_to_keep=1)
+    ids = tested.window(length)
+    with tested.variant(SPARGE_VARIANT, measure_error=True) as handle:
+        tested.model(ids, use_cache=False, logits_to_keep=1)
         report = handle.report()
     return {
         "layers": [layer.name for layer in report.layers],
@@ -123,7 +123,7 @@ def measure_errors(subject: Subject, length: int) -> dict[str, Any]:
 
 
 def errors_row(length: int, cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Over all heads and over layers; None for what no layer measured."""
+    """Statistics over heads and over layers; None where no layer was measured."""
     heads = torch.tensor([e for layer in cell["error"] for e in layer or []], dtype=torch.float64)
     layers = [sum(layer) / len(layer) for layer in cell["error"] if layer]
     worst = max(range(len(layers)), key=layers.__getitem__) if layers else None

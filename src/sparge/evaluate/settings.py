@@ -1,4 +1,4 @@
-"""NOUN what to evaluate: checked before any work, and cut into cells."""
+"""NOUN what to evaluate: checked before any work, and split into cells."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from typing import Any
 from ..geometry import BLOCK_Q
 from ..recipe import DEFAULT, Recipe
 
-DENSE, SPARGE = "dense", "sparge"
-VARIANTS = (DENSE, SPARGE)
+DENSE_VARIANT, SPARGE_VARIANT = "dense", "sparge"
+VARIANTS = (DENSE_VARIANT, SPARGE_VARIANT)
 PREFILL, PERPLEXITY, NEEDLE, ERRORS, TASKS = "prefill", "perplexity", "needle", "errors", "tasks"
 MEASURES = (PREFILL, PERPLEXITY, NEEDLE, ERRORS, TASKS)
 WITH_HARNESS = (NEEDLE, TASKS)
 """Measures that run through lm-eval."""
 SHORT = 512
-"""A prefill so short that dense attention is the better choice: sparge must not cost anything."""
+"""Tokens of a prefill so short that dense attention is faster; sparge must not slow it down."""
+DEFAULT_LENGTHS = (2048, 4096, 8192)
+DEFAULT_MEASURES = (PREFILL, PERPLEXITY, NEEDLE, ERRORS)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement, kept as soon as it is made; `variant` is "" where both are compared."""
+    """One measurement, saved as soon as it is made. variant: "" where both are compared."""
 
     measure: str
     length: int
@@ -35,7 +37,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Its name in the run directory."""
+        """The name of the cell in the run directory."""
         parts = {
             "depth": self.depth,
             "window": self.window,
@@ -51,17 +53,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Settings:
-    """depths: how many needle depths, in the middles of that many equal parts of the text.
+    """depths: number of needles per length, in the middle of that many equal parts of the text.
 
-    windows: stretches of the text, spread over it, that perplexity is taken on. repeat: rounds of
-    the prefill race; None lets the time of one decide. limit: documents of each lm-eval task.
+    windows: parts of the text on which perplexity is measured. repeat: rounds of prefill; None
+    chooses by their duration. limit: documents per lm-eval task.
     """
 
     model: str
     recipe: Recipe | None = None
     profile: str | None = None
-    lengths: tuple[int, ...] = (2048, 4096, 8192)
-    measures: tuple[str, ...] = (PREFILL, PERPLEXITY, NEEDLE, ERRORS)
+    lengths: tuple[int, ...] = DEFAULT_LENGTHS
+    measures: tuple[str, ...] = DEFAULT_MEASURES
     text: str = "essays"
     depths: int = 5
     windows: int = 1
@@ -74,35 +76,35 @@ class Settings:
     def __post_init__(self) -> None:
         for name in self.measures:
             if name not in MEASURES:
-                raise ValueError(f"there is no measure {name!r}; there are {', '.join(MEASURES)}")
+                raise ValueError(f"--measures must be of {', '.join(MEASURES)}; got {name!r}")
         if not self.measures:
-            raise ValueError(f"no measure was named; there are {', '.join(MEASURES)}")
+            raise ValueError(f"--measures needs a name; known: {', '.join(MEASURES)}")
         if (TASKS in self.measures) != bool(self.tasks):
             raise ValueError(
-                "the measure tasks needs the names of lm-eval tasks, and they need it; such as "
+                "--measures tasks and --tasks NAME,… need each other; for example "
                 "--measures tasks --tasks niah_single_1"
             )
         if self.recipe is not None and self.profile is not None:
-            raise ValueError("a recipe and a profile were given; a profile holds its own recipes")
+            raise ValueError("--recipe and --profile cannot be combined; a profile holds recipes")
         if not self.lengths:
-            raise ValueError("lengths must name at least one number of tokens")
+            raise ValueError("--lengths must name at least one number of tokens")
         for length in self.lengths:
             if length < BLOCK_Q:
                 raise ValueError(
-                    f"a length must be at least one block, {BLOCK_Q} tokens; got {length}"
+                    f"--lengths must be at least one block, {BLOCK_Q} tokens; got {length}"
                 )
         for name in ("depths", "windows", "limit"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
 
     @property
     def depth_percents(self) -> list[int]:
-        """The middles of equal parts: the two ends are kept by every recipe and prove little."""
+        """The middle of equal parts. Both ends are kept by every recipe and would prove little."""
         return [round(100 * (i + 0.5) / self.depths) for i in range(self.depths)]
 
     @property
     def needed_tokens(self) -> int:
-        """The longest stretch of the text that a measure asks for."""
+        """The longest window of the text that a measure needs."""
         own = {PREFILL, PERPLEXITY, ERRORS, NEEDLE} & set(self.measures)
         return max(self.lengths) if own else 0
 
@@ -118,7 +120,7 @@ class Settings:
         return out | {"recipe": None if recipe is None else recipe.to_dict()}
 
     def of_a_cell(self) -> dict[str, Any]:
-        """What changes the number in a cell; which cells there are may differ from run to run."""
+        """The settings that change the result of a cell; others only choose the cells."""
         plain = self.to_dict()
         for name in ("lengths", "measures", "depths", "tasks", "windows", "model", "text"):
             del plain[name]
@@ -132,7 +134,7 @@ def _cells_of(settings: Settings, measure: str) -> list[Cell]:
     if measure == PREFILL:
         return [Cell(measure, length) for length in sorted({SHORT, *lengths})]
     if measure == PERPLEXITY:
-        # Windows outside: a run that is interrupted has each length once before any twice.
+        # Windows outermost: an interrupted run has every length once before any length twice.
         return [
             Cell(measure, length, window=i) for i in range(settings.windows) for length in lengths
         ]

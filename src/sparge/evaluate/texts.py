@@ -1,4 +1,4 @@
-"""The long real text: read, cut into tokens, and taken in windows of a length."""
+"""Long real texts, as tokens, in windows of a length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .settings import digest_of
 
 @dataclass(frozen=True)
 class Text:
-    """prefix: the tokens that this tokenizer sets before every text, such as BOS."""
+    """prefix: the tokens that the tokenizer adds before every text, such as BOS."""
 
     name: str
     digest: str
@@ -23,7 +23,7 @@ class Text:
     prefix: tuple[int, ...] = ()
 
     def window(self, length: int, i: int = 0) -> Tensor:
-        """[1, length] tokens. Windows are spread over the text, and more of them move none."""
+        """[1, length] tokens. Windows are spread over the text; window i is always the same."""
         own = length - len(self.prefix)
         spare = len(self.tokens) - own
         if spare < 0:
@@ -33,7 +33,7 @@ class Text:
 
 
 def spread(i: int) -> float:
-    """0, 1/2, 1/4, 3/4, 1/8, …: each in the widest gap that those before it leave."""
+    """0, 1/2, 1/4, 3/4, 1/8, …: each number halves the widest gap between earlier ones."""
     place, step = 0.0, 0.5
     while i:
         place += step * (i & 1)
@@ -42,7 +42,7 @@ def spread(i: int) -> float:
 
 
 def read_text(name: str) -> str:
-    """A file, or a text of the zoo by its name."""
+    """The text of a file, or a text of the zoo."""
     path = Path(name)
     if path.is_file():
         try:
@@ -53,19 +53,19 @@ def read_text(name: str) -> str:
 
     known = zoo.texts()
     if name not in known:
-        raise ValueError(f"--text must be a file or one of {', '.join(known)}; {name!r} is neither")
+        raise ValueError(f"--text must be a file or one of {', '.join(known)}, got {name!r}")
     return str(zoo.text(name))
 
 
 def cut(name: str, text: str, tokenizer: Any, *, needed: int) -> Text:
-    """The text in tokens; refused if it is shorter than the longest window asked for."""
+    """The text as tokens. Raises ValueError if it is shorter than `needed`."""
     tokens = _encode(tokenizer, text)
     prefix = tokenizer("")["input_ids"]
     found = Text(name, digest_of(text.encode()), tuple(tokens), tuple(map(int, prefix)))
     if len(tokens) < BLOCK_Q:
         raise ValueError(
-            f"the text {name!r} has {len(tokens)} tokens, less than one block of {BLOCK_Q}; "
-            "sparse attention has nothing to choose there; give a longer text"
+            f"--text must have at least one block of {BLOCK_Q} tokens; {name!r} has {len(tokens)}; "
+            "give a longer text"
         )
     if len(tokens) + len(prefix) < needed:
         raise ValueError(_too_short(found, needed))
@@ -75,13 +75,13 @@ def cut(name: str, text: str, tokenizer: Any, *, needed: int) -> Text:
 def _too_short(text: Text, needed: int) -> str:
     has = len(text.tokens) + len(text.prefix)
     return (
-        f"the text {text.name!r} has {has} tokens and the longest length asked for is {needed}; "
+        f"--text must have at least {needed} tokens for this length; {text.name!r} has {has}; "
         f"give a longer text, or lengths of at most {has}"
     )
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    # A tokenizer warns of texts longer than its model; ours is cut into windows first.
+    # Without this a tokenizer warns that the text is longer than its model allows.
     limit = getattr(tokenizer, "model_max_length", None)
     tokenizer.model_max_length = 1 << 60
     try:

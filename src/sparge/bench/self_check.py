@@ -1,0 +1,151 @@
+"""Quick correctness checks that run real calls, for `sparge doctor` and before a benchmark.
+
+Every backend and precision with all blocks kept, against dense fp64; and sparse recipes in bf16,
+against fp64 over the same blocks, which must be the blocks that the reference chooses. A benchmark
+prints no numbers if a check fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import attention, make_plan
+from ..dispatch import AUTO, DENSE, backends
+from ..errors import Unsupported
+from ..recipe import DEFAULT, KeepAll, KeepFraction, Recipe
+from ..record import record
+from ..synthetic import structured_qkv
+from .truth import Truth, relative_l1
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+# About three times the reference's error on these inputs; a wrong block costs far more.
+TOLERANCES = {"exact": 1e-5, "half": 0.01, "int8": 0.01, "int8-fast": 0.02}
+LENGTH = 331
+"""The last query block and the last key block are partial."""
+SPARSE = {
+    "40 % by mean": Recipe(keep=KeepFraction(0.4), predictor="mean"),
+    "40 % by mean, fast": Recipe(keep=KeepFraction(0.4), predictor="mean", precision="int8-fast"),
+    "default": DEFAULT,
+}
+SPARSE_LENGTH = 1000
+OTHER_BLOCKS = 0.02
+"""Share of the blocks that may differ from the reference's: rounding decides between blocks of
+nearly equal mass."""
+ROW_TOLERANCE = 0.05
+"""Largest error of a benchmark row against fp64 over its own blocks: ten times the usual error of
+8 bits and a bf16 output."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """verdict: "passed", "failed" or "refused". error: the largest relative L1, None if not run."""
+
+    backend: str
+    precision: str
+    device: str
+    verdict: str
+    error: float | None
+    why: str
+    isa: str | None = None
+    recipe: str = "all"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_backends(device: str = "cpu") -> list[Check]:
+    """Every backend, dense attention, and what `auto` chooses, with all blocks kept."""
+    inputs = structured_qkv(L=LENGTH, device=device)
+    sparse = [(backend.name, precision) for backend in backends() for precision in TOLERANCES]
+    wanted = [*sparse, (DENSE, "exact"), (AUTO, "exact")]
+    truths = _truths(inputs)
+
+    def error_of(name: str, recipe: Recipe) -> float:
+        return max(
+            relative_l1(_run(name, inputs, recipe, is_causal=causal), truth.dense)
+            for causal, truth in truths.items()
+        )
+
+    recipes = {precision: Recipe(keep=KeepAll(), precision=precision) for precision in TOLERANCES}
+    return [_check(name, recipes[precision], "all", device, error_of) for name, precision in wanted]
+
+
+def check_sparse(names: Iterable[str]) -> list[Check]:
+    """Recipes like those of a benchmark, in bf16 on the CPU, with as many key heads as queries."""
+    inputs = structured_qkv(Hk=4, L=SPARSE_LENGTH, dtype=torch.bfloat16)
+    truths = _truths(inputs)
+
+    def error_of(name: str, recipe: Recipe) -> float:
+        errors = []
+        for causal, truth in truths.items():
+            plan, meant = (
+                make_plan(*inputs[:2], is_causal=causal, recipe=recipe, backend=backend)
+                for backend in (name, "reference")
+            )
+            others = int((plan.to_mask() ^ meant.to_mask()).sum()) / int(meant.counts.sum())
+            if others > OTHER_BLOCKS:
+                raise WrongBlocksError(f"{others:.0%} of its blocks are not the reference's")
+            out = _run(name, inputs, recipe, is_causal=causal)
+            errors.append(relative_l1(out, truth.of_blocks(plan)))
+        return max(errors)
+
+    return [
+        _check(name, recipe, recipe_name, "cpu", error_of)
+        for name in names
+        for recipe_name, recipe in SPARSE.items()
+    ]
+
+
+def wrong_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Messages about sparge's rows whose error against fp64 over the same blocks is too large."""
+    return [
+        f"{row['contender']} at length {row['length']}, head dim {row['head_dim']}: "
+        f"error {row['quantization_error']:.3g} against fp64 over its own blocks"
+        for row in rows
+        if row["kind"] == "sparse" and row["why_not"] is None
+        if not row["quantization_error"] < ROW_TOLERANCE  # also fails for NaN
+    ]
+
+
+class WrongBlocksError(Exception):
+    """The backend keeps other blocks than the reference."""
+
+
+def _truths(inputs: Inputs) -> dict[bool, Truth]:
+    """By is_causal, for all rows."""
+    rows = torch.arange(inputs[0].shape[2])
+    return {causal: Truth(*inputs, rows=rows, is_causal=causal) for causal in (True, False)}
+
+
+def _run(name: str, inputs: Inputs, recipe: Recipe, *, is_causal: bool) -> Tensor:
+    out = attention(*inputs, is_causal=is_causal, enable_gqa=True, recipe=recipe, backend=name)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _check(
+    name: str,
+    recipe: Recipe,
+    recipe_name: str,
+    device: str,
+    error_of: Callable[[str, Recipe], float],
+) -> Check:
+    what = (name, recipe.precision, device)
+    error, why = None, ""
+    with record() as runs:
+        try:
+            error = error_of(name, recipe)
+            limit = TOLERANCES[recipe.precision]
+            verdict = "passed" if error < limit else "failed"  # also fails for NaN
+            why = "" if verdict == "passed" else f"the error must be below {limit:g}"
+        except Unsupported as refusal:
+            verdict, why = "refused", refusal.reasons.get(name, str(refusal))
+        except Exception as fault:  # reported as a failed check
+            verdict, why = "failed", f"{type(fault).__name__}: {fault}"
+    isa = runs[0].isa if runs else None
+    return Check(*what, verdict, error, why, isa, recipe_name)

@@ -1,0 +1,121 @@
+"""`sparge bench`: sparge's attention, torch's SDPA and FlexAttention, measured in one run.
+
+Contenders take turns within each round; figures are medians over the rounds. Nothing is printed
+if a backend fails the self-check or a row is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import torch
+
+from ..bench.bench_table import bench_table
+from ..bench.case_rows import add_shares_of_peak
+from ..bench.cases import Case, cases, measure_cases
+from ..bench.gemm_peak import gemm_peaks, larger
+from ..bench.lineup import Entry, lineup
+from ..bench.self_check import Check, check_backends, check_sparse, wrong_rows
+from ..dispatch import backends
+from ..geometry import MAX_HEAD_DIM
+from ..report.machine import load_average, where_it_runs
+from ..synthetic import MIN_HEAD_DIM
+from . import BAD_RESULT, OK
+from .arguments import add_json, check_file, whole, wholes, words
+from .screen import console, deliver, progress, show_table
+
+FORMAT = "sparge.bench/3"
+LENGTHS = [1024, 4096, 8192]
+FULL_LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
+HEAD_DIMS = [64, 128]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--lengths", type=wholes, help="default: 1024,4096,8192; with --full 1024 to 32768")
+    add("--full", action="store_true", help="all lengths, with 1 and with all threads; hours")
+    add("--heads", type=whole, default=4, help="default: %(default)s")
+    add("--head-dims", type=wholes, default=HEAD_DIMS, help="default: 64,128")
+    add("--causal", action=argparse.BooleanOptionalAction, help="default: both")
+    add("--threads", type=wholes, metavar="N,M", help="default: all; with --full 1 and all")
+    add("--repeat", type=whole, help="rounds; default: 3 to 25, depending on their duration")
+    add("--backends", type=words, default=["cpu"], metavar="NAME,…", help="default: cpu")
+    add("--contenders", type=words, default=[], metavar="WORD,…", help="names containing a word")
+    add("--output", metavar="FILE", help="also write the JSON document to this file")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_arguments(args)
+    entries = lineup(args.backends, args.contenders)
+    checks = [*check_backends(), *check_sparse(args.backends)]
+    red = [check for check in checks if check.verdict == "failed"]
+    if red:
+        return refuse([f"{check.backend} fails the self-check: {check.why}" for check in red])
+    document = measure(args, entries, checks)
+    if wrong := wrong_rows(document["rows"]):
+        return refuse(wrong)
+    deliver(document, args, lambda: show_table(console(), bench_table(document)))
+    return OK
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for every mistake that can be found before measuring."""
+    if args.output is not None:
+        check_file(args.output)
+    for dim in args.head_dims:
+        if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"--head-dims must be from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {dim}"
+            )
+    there = [backend.name for backend in backends()]
+    for name in args.backends:
+        if name not in there:
+            raise ValueError(f"--backends: unknown backend {name!r}; known: {', '.join(there)}")
+    if not args.backends:
+        raise ValueError(f"--backends needs a name; known: {', '.join(there)}")
+
+
+def refuse(reasons: list[str]) -> int:
+    for why in reasons:
+        print(f"sparge: {why}", file=sys.stderr)
+    print("sparge: no numbers are printed for wrong results", file=sys.stderr)
+    return BAD_RESULT
+
+
+def measure(args: argparse.Namespace, entries: list[Entry], checks: list[Check]) -> dict[str, Any]:
+    where, start = where_it_runs(), time.perf_counter()
+    wanted = wanted_cases(args)
+    counts = sorted({case.threads for case in wanted})
+    before = gemm_peaks(counts)
+    with progress("measuring", len(wanted)) as step:
+        given: dict[str, Any] = {"heads": args.heads, "repeat": args.repeat, "step": step}
+        rows = list(measure_cases(wanted, entries, **given))
+    after = gemm_peaks(counts)
+    peaks = {n: larger(before[n], after[n]) for n in counts}
+    add_shares_of_peak(rows, {n: peak["peak"] for n, peak in peaks.items()})
+    return {
+        "format": FORMAT,
+        **where,
+        "load_average_after": load_average(),
+        "took_seconds": time.perf_counter() - start,
+        "heads": args.heads,
+        "threads": counts,
+        "cases": [case.to_dict() for case in wanted],
+        "peaks": {str(n): peak for n, peak in peaks.items()},
+        "self_check": [check.to_dict() for check in checks],
+        "rows": rows,
+    }
+
+
+def wanted_cases(args: argparse.Namespace) -> list[Case]:
+    everything = torch.get_num_threads()
+    return cases(
+        args.lengths or (FULL_LENGTHS if args.full else LENGTHS),
+        args.head_dims,
+        [True, False] if args.causal is None else [args.causal],
+        args.threads or (sorted({1, everything}) if args.full else [everything]),
+    )

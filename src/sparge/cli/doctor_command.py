@@ -1,0 +1,161 @@
+"""`sparge doctor`: this machine, the backends that serve it, and a self-check."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from ..backends.cpu.library import ENV_ISA
+from ..bench.self_check import LENGTH, check_backends
+from ..call import Call
+from ..dispatch import AUTO, DENSE, ENV, Choice, backends, choose
+from ..errors import Unsupported
+from ..recipe import DEFAULT
+from ..report import crossover_status
+from ..report.machine import devices, environment, machine, versions
+from ..report.table import Column, Table, error
+from . import BAD_RESULT, OK
+from .arguments import add_json
+from .screen import console, deliver, show_table
+
+BACKEND_COLUMNS = (
+    Column("backend", "backend"),
+    Column("serves", "serves\nthe call"),
+    Column("why_not", "why not"),
+    Column("auto", "backend=auto"),
+)
+CHECK_COLUMNS = (
+    Column("backend", "backend"),
+    Column("precision", "precision"),
+    Column("device", "device"),
+    Column("verdict", "verdict"),
+    Column("error", "error (rel. L1)", error),
+    Column("why", "why"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure again where dense attention is faster, and store it in the cache directory",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    # Before the checks: their calls could measure it first.
+    crossover = crossover_status.calibrate() if args.calibrate else crossover_status.cached()
+    checks = [check.to_dict() for device in devices() for check in check_backends(device)]
+    passed = all(check["verdict"] != "failed" for check in checks)
+    document = {
+        "format": "sparge.doctor/1",
+        "versions": versions(),
+        "machine": machine(),
+        "environment": environment(),
+        "native": crossover_status.instruction_sets(),
+        "crossover": crossover,
+        "backends": [judge_backends(sample_call(device)) for device in devices()],
+        "self_check": {"passed": passed, "checks": checks},
+    }
+    deliver(document, args, lambda: show(document))
+    return OK if passed else BAD_RESULT
+
+
+def sample_call(device: str) -> Call:
+    """The attention of one Llama-like layer at prefill."""
+    D = 128
+    return Call(
+        B=1,
+        Hq=32,
+        Hk=8,
+        Lq=8192,
+        Lk=8192,
+        D=D,
+        Dv=D,
+        dtype=torch.bfloat16,
+        device=device,
+        scale=D**-0.5,
+        recipe=DEFAULT,
+        is_causal=True,
+    )
+
+
+def judge_backends(call: Call) -> dict[str, Any]:
+    """For each backend whether it serves the call, and whether `auto` chooses it."""
+    auto = _auto(call)
+    rows = []
+    for name in (*(backend.name for backend in backends()), DENSE):
+        why_not = _refusal(call, name)
+        if isinstance(auto, str):
+            verdict = f"fails: {auto}"
+        else:
+            verdict = f"chosen: {auto.reason}" if auto.backend == name else auto.rejected[name]
+        rows.append(
+            {
+                "backend": name,
+                "serves": "yes" if why_not is None else "no",
+                "why_not": why_not,
+                "auto": verdict,
+            }
+        )
+    return {"call": str(call), "rows": rows}
+
+
+def _auto(call: Call) -> Choice | str:
+    """The choice, or why there is none, such as an unknown name in the environment."""
+    try:
+        return choose(call, AUTO)
+    except (Unsupported, ValueError) as failure:
+        return str(failure)
+
+
+def _refusal(call: Call, name: str) -> str | None:
+    try:
+        choose(call, name)
+    except Unsupported as refusal:
+        return refusal.reasons[name]
+    return None
+
+
+def show(document: dict[str, Any]) -> None:
+    screen = console()
+    facts = document["machine"]
+    sets = facts["instruction_sets"]
+    lines = {
+        **{name: version or "not installed" for name, version in document["versions"].items()},
+        "CPU": f"{facts['cpu']} ({facts['architecture']})",
+        "cores, torch threads": f"{facts['cores']}, {facts['threads']}",
+        "torch CPU capability": facts["cpu_capability"],
+        "instruction sets": "not listed by this system" if sets is None else _yes_or_no(sets),
+        "native core": _native(document["native"]),
+        **crossover_status.status_lines(document["crossover"]),
+        "accelerators": ", ".join(facts["accelerators"]) or "none found by torch",
+        "environment": " ".join(f"{k}={v}" for k, v in document["environment"].items())
+        or f"no SPARGE_ variable set ({ENV} forces a backend)",
+    }
+    for name, text in lines.items():
+        screen.print(f"{name:22}{text}", soft_wrap=True)
+    if rows := document["crossover"].get("rows"):
+        title = "\nDensity above which dense attention is faster, on long sequences"
+        show_table(screen, Table(title, crossover_status.COLUMNS, rows))
+    for judged in document["backends"]:
+        title = f"\nBackends, for the call {judged['call']}, default recipe"
+        show_table(screen, Table(title, BACKEND_COLUMNS, judged["rows"]))
+    check = document["self_check"]
+    title = f"Self-check: all blocks, {LENGTH} tokens, against torch's dense fp64"
+    show_table(screen, Table(title, CHECK_COLUMNS, check["checks"]))
+    screen.print("self-check passed" if check["passed"] else "self-check FAILED")
+
+
+def _native(sets: dict[str, Any]) -> str:
+    if not sets["available"]:
+        return "missing"
+    forced = f"forced by {ENV_ISA}" if sets["forced"] else f"{ENV_ISA} forces one"
+    return f"has {', '.join(sets['available'])}; runs {sets['runs']} ({forced})"
+
+
+def _yes_or_no(sets: dict[str, bool]) -> str:
+    return ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in sets.items())

@@ -1,0 +1,174 @@
+"""`sparge profile`: show a profile, compare two, or check one against a model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
+from ..report.table import Column, Table, error, share
+from . import BAD_RESULT, OK
+from .arguments import MODEL_HELP, add_json
+from .screen import console, deliver, show_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="action", required=True)
+    show = actions.add_parser("show", help="what is kept in every layer, and its origin")
+    show.add_argument("profile", metavar="FILE")
+    show.add_argument("--heads", action="store_true", help="also list every head")
+    diff = actions.add_parser("diff", help="the layers and heads that differ")
+    diff.add_argument("profile", metavar="FILE")
+    diff.add_argument("other", metavar="OTHER")
+    check = actions.add_parser("check", help="whether a file is valid, and fits a model")
+    check.add_argument("profile", metavar="FILE")
+    check.add_argument("--model", metavar="NAME|DIR", help=MODEL_HELP)
+    for action in (show, diff, check):
+        add_json(action)
+
+
+def run(args: argparse.Namespace) -> int:
+    profile = Profile.load(args.profile)
+    if args.action == "show":
+        deliver(profile.to_dict(), args, lambda: _show(profile, args.heads))
+        return OK
+    if args.action == "diff":
+        rows = differences(profile, Profile.load(args.other))
+        document = {"format": "sparge.profile.diff/1", "differences": rows}
+        deliver(document, args, lambda: _show_differences(args, rows))
+        return BAD_RESULT if rows else OK
+    reasons = _reasons(profile, args.model) if args.model else []
+    document = {"format": "sparge.profile.check/1", "model": args.model, "reasons": reasons}
+    deliver(document, args, lambda: _show_check(args, profile, reasons))
+    return BAD_RESULT if reasons else OK
+
+
+def _reasons(profile: Profile, name: str) -> list[str]:
+    from .. import zoo
+
+    model, _ = zoo.load(name)
+    return profile.mismatches(model)
+
+
+def layers_table(profile: Profile) -> Table:
+    l1, l2 = profile.bounds
+    return Table(
+        title=f"{profile.name or profile.model.architecture}: bounds {l1:g} and "
+        f"{'no second filter' if l2 is None else f'{l2:g}'}, density {profile.density:.3f}",
+        columns=[
+            Column("layer", "layer"),
+            Column("predictor", "predictor"),
+            Column("density", "density", share),
+            Column("pv_skipped", "pv\nskipped", share),
+            Column("error", "worst\nerror", error),
+            Column("dense", "dense\nheads", str),
+        ],
+        rows=[_row_of_layer(name, layer) for name, layer in profile.layers.items()],
+    )
+
+
+def _row_of_layer(name: str, layer: LayerSettings) -> dict[str, Any]:
+    if not layer.is_tuned:
+        return {"layer": name, "predictor": "not tuned: the default recipe"}
+    heads = layer.heads
+    return {
+        "layer": name,
+        "predictor": layer.predictor,
+        "density": layer.density,
+        "pv_skipped": sum(head.pv_skipped for head in heads) / len(heads),
+        "error": max(head.error for head in heads),
+        "dense": f"{sum(head.is_dense for head in heads)} of {len(heads)}",
+    }
+
+
+def heads_table(name: str, layer: LayerSettings) -> Table:
+    return Table(
+        title=f"{name}: {layer.predictor}, {layer.precision}, on {layer.inputs} inputs",
+        columns=[
+            Column("head", "head", str),
+            Column("mass", "mass", "{:g}".format),
+            Column("min_similarity", "min_similarity", "{:g}".format),
+            Column("pv_skip", "pv_skip", "{:g}".format),
+            Column("density", "density", share),
+            Column("pv_skipped", "pv_skipped", share),
+            Column("error", "error", error),
+        ],
+        rows=[{"head": str(h), **vars(head)} for h, head in enumerate(layer.heads)],
+    )
+
+
+def _show(profile: Profile, heads: bool) -> None:
+    screen = console()
+    show_table(screen, layers_table(profile))
+    if heads:
+        for name, layer in profile.layers.items():
+            if layer.is_tuned:
+                show_table(screen, heads_table(name, layer))
+    model = profile.model
+    shapes = ", ".join(f"{name} {number}" for name, number in model.shapes.items())
+    screen.print(f"for {model.architecture}: {shapes}; weights {model.weights[:19] or 'unknown'}…")
+    screen.print(f"tuned by sparge {profile.version}, {profile.date}, on {profile.machine}")
+    facts = ", ".join(f"{name} {value}" for name, value in profile.calibration.items())
+    screen.print(f"calibration: {facts}")
+
+
+def differences(a: Profile, b: Profile) -> list[dict[str, Any]]:
+    """One row for each difference in what runs; dates and machines are not compared."""
+    rows: list[dict[str, Any]] = []
+
+    def note(where: str, first: Any, second: Any) -> None:
+        if first != second:
+            rows.append({"where": where, "first": first, "second": second})
+
+    for reason in a.model.differences(b.model):
+        rows.append({"where": "model", "first": "", "second": reason})
+    note("bounds", list(a.bounds), list(b.bounds))
+    note("default", a.default.to_dict(), b.default.to_dict())
+    for name in dict.fromkeys([*a.layers, *b.layers]):
+        one, two = a.layers.get(name), b.layers.get(name)
+        if one is None or two is None:
+            rows.append({"where": name, "first": _presence(one), "second": _presence(two)})
+            continue
+        for field in RECIPE_FIELDS:
+            note(f"{name} {field}", getattr(one, field), getattr(two, field))
+        note(f"{name} heads", len(one.heads), len(two.heads))
+        for h, (x, y) in enumerate(zip(one.heads, two.heads, strict=False)):
+            note(f"{name} head {h}", head_text(x), head_text(y))
+    return rows
+
+
+def head_text(head: HeadSettings) -> str:
+    """The settings of one head, with its density and error."""
+    if head.is_dense:
+        return "dense"
+    parts = [f"mass {head.mass:g}"]
+    if head.min_similarity is not None:
+        parts.append(f"min_similarity {head.min_similarity:g}")
+    if head.pv_skip is not None:
+        parts.append(f"pv_skip {head.pv_skip:g}")
+    return f"{', '.join(parts)}: density {head.density:.3f}, error {head.error:.4f}"
+
+
+def _presence(layer: LayerSettings | None) -> str:
+    return "missing" if layer is None else "present"
+
+
+def _show_differences(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    screen = console()
+    if not rows:
+        screen.print("the profiles keep the same blocks")
+        return
+    columns = [Column("where", "where"), Column("first", args.profile)]
+    columns.append(Column("second", args.other))
+    show_table(screen, Table(f"{len(rows)} differences", columns, rows))
+
+
+def _show_check(args: argparse.Namespace, profile: Profile, reasons: list[str]) -> None:
+    screen = console()
+    valid = f"{args.profile} is a valid profile of {profile.name or profile.model.architecture}"
+    untuned = f", {len(profile.untuned)} layers not tuned" if profile.untuned else ""
+    screen.print(f"{valid}: {len(profile.layers)} layers{untuned}")
+    for reason in reasons:
+        screen.print(f"does not fit {args.model}: {reason}")
+    if args.model and not reasons:
+        screen.print(f"it was tuned for {args.model}")

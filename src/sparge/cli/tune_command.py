@@ -1,0 +1,116 @@
+"""`sparge tune`: settings for each head under error bounds, from a model or from its trace.
+
+Ctrl-C writes what is done so far; the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..profile import Profile
+from ..recipe import DEFAULT
+from ..tune import PRESETS, Trace, bounds_of, tune
+from ..tune.presets import check_bounds
+from ..tune.trace_directory import MANIFEST
+from . import INTERRUPTED, OK
+from .arguments import MODEL_HELP, add_json, check_directory, check_file, read_recipe
+from .profile_command import layers_table
+from .screen import console, deliver, progress, show_table
+from .trace_command import add_calibration, make_trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="NAME|DIR", help=f"{MODEL_HELP}; not needed with a trace")
+    add("--trace", metavar="DIR", help="made by sparge trace; with --model, where to keep it")
+    add("--l1", type=float, metavar="ERROR", help="error bound of the first filter, such as 0.08")
+    add("--l2", type=float, metavar="ERROR", help="of both filters; default: no second filter")
+    add("--preset", choices=PRESETS, help="published bounds of a model family")
+    add("--recipe", metavar="JSON", help="precision, sink and local window; default: DEFAULT")
+    add("--state", metavar="FILE", help="finished layers, to resume; default: in the trace")
+    add_calibration(parser)
+    add("-o", "--output", dest="profile", required=True, metavar="FILE", help="the profile")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_file(args.profile)
+    if args.state is not None:
+        check_file(args.state, "--state")
+    l1, l2 = bounds_of_arguments(args)
+    recipe = DEFAULT if args.recipe is None else read_recipe(args.recipe)
+    start = time.perf_counter()
+    trace, temporary = open_or_make(args)
+    with progress("tuning", len(trace.layers)) as step:
+
+        def done(layer: str, seconds: float | None) -> None:
+            step(f"tuned {layer}: {'resumed' if seconds is None else f'{seconds:.1f} s'}")
+
+        profile = tune(trace, l1=l1, l2=l2, recipe=recipe, state=args.state, done=done)
+    profile.save(args.profile)
+    document = describe(profile, args.profile, time.perf_counter() - start)
+    deliver(document, args, lambda: show(profile, document))
+    if profile.untuned:
+        print(
+            f"sparge: interrupted; {len(profile.untuned)} of {len(profile.layers)} layers have the "
+            f"default recipe in {args.profile}; the same command resumes",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    if temporary:
+        for state in trace.directory.glob("tune-*.json"):
+            state.unlink()
+        trace.delete()
+    return OK
+
+
+def bounds_of_arguments(args: argparse.Namespace) -> tuple[float, float | None]:
+    if args.preset is not None and (args.l1 is not None or args.l2 is not None):
+        raise ValueError("--preset cannot be combined with --l1 and --l2; give one of them")
+    if args.preset is not None:
+        return bounds_of(args.preset)
+    if args.l1 is None:
+        raise ValueError("an error bound is needed: --l1 0.08 --l2 0.09, or --preset llama")
+    return check_bounds(args.l1, args.l2)
+
+
+def open_or_make(args: argparse.Namespace) -> tuple[Trace, bool]:
+    """The trace, and whether it is temporary: deleted after a complete run."""
+    kept = args.trace is not None
+    directory = Path(args.trace if kept else f"{args.profile}.trace")
+    if kept and args.model is None:
+        return Trace.open(directory), False
+    if args.model is None:
+        needed = "" if not (directory / MANIFEST).is_file() else f", or --trace {directory}"
+        raise ValueError(f"--model NAME|DIR is needed to trace and tune{needed}, or --trace DIR")
+    check_directory(str(directory), "--trace" if kept else "--output")
+    return make_trace(args, directory), not kept
+
+
+def describe(profile: Profile, path: str, seconds: float) -> dict[str, Any]:
+    return {
+        "format": "sparge.tuned/1",
+        "profile": path,
+        "model": profile.name,
+        "bounds": {"l1": profile.bounds[0], "l2": profile.bounds[1]},
+        "layers": len(profile.layers),
+        "untuned": profile.untuned,
+        "density": profile.density,
+        "calibration": dict(profile.calibration),
+        "took_seconds": seconds,
+    }
+
+
+def show(profile: Profile, document: dict[str, Any]) -> None:
+    screen = console()
+    show_table(screen, layers_table(profile))
+    calibration = document["calibration"]
+    screen.print(
+        f"{document['profile']}: density {document['density']:.3f}, "
+        f"{calibration['evaluations_per_head']:g} evaluations of attention per head, "
+        f"{document['took_seconds']:.0f} s"
+    )

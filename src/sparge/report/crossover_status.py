@@ -1,0 +1,111 @@
+"""The crossover to dense attention, as `sparge doctor` reports it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..backends.cpu import calibrate as costs
+from ..backends.cpu import cost_file as cache
+from ..backends.cpu import library as native
+from ..backends.cpu.cost import COST
+from ..backends.cpu.crossover import CLEARLY, DENSE_WAY, DTYPES, HEAD_DIMS, WAYS, Crossover, name_of
+from ..errors import Unsupported
+from ..recipe import PRECISIONS
+from .table import Column, share
+
+COLUMNS = (
+    Column("dtype", "dtype"),
+    Column("D", "head dim", lambda D: f"{D}"),
+    Column(DENSE_WAY, "dense,\nns per pair", lambda seconds: f"{seconds * 1e9:.2f}"),
+    *(Column(precision, f"{precision}:\ndense from", share) for precision in PRECISIONS),
+)
+
+
+def calibrate() -> dict[str, Any]:
+    """Measure again, store the result, and return its status."""
+    if why := native.why_missing():
+        raise Unsupported("there is nothing to calibrate:", {"cpu": why}, "dense attention is used")
+    measured = costs.measure()
+    COST.adopt(measured)
+    return _status(measured, cache.write(measured), "measured now")
+
+
+def cached() -> dict[str, Any]:
+    """The cached crossover of this machine, number of threads and instruction set."""
+    if why := native.why_missing():
+        return {"state": "none", "why": why}
+    isa = native.chosen_isa(native.available())
+    key = cache.key_of(isa, torch.get_num_threads())
+    found, why = cache.read(key)
+    if found is not None:
+        return _status(found, "", "measured before")
+    return {"state": "none", "why": why, "key": key, "file": _file(key), "failure": COST.failure()}
+
+
+def instruction_sets() -> dict[str, Any]:
+    """Instruction sets of the native core, without those for tests, and the one in use."""
+    there = [name for name in native.available() if name not in native.FOR_TESTS]
+    runs = native.chosen_isa(native.available()) if there else None
+    return {"available": there, "runs": runs, "forced": os.environ.get(native.ENV_ISA) or None}
+
+
+def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:
+    return {
+        "state": state,
+        "why": why,
+        "key": dict(crossover.key),
+        "file": None if why else _file(crossover.key),
+        "date": crossover.date,
+        "took": crossover.took,
+        "noise": crossover.noise,
+        "busy": crossover.busy,
+        "steady": crossover.steady,
+        "failure": COST.failure(),
+        "rows": crossover_rows(crossover),
+        "costs": cache.to_dict(crossover)["costs"],
+    }
+
+
+def crossover_rows(crossover: Crossover) -> list[dict[str, Any]]:
+    """Density above which dense attention is faster, on long sequences."""
+    rows = []
+    for dtype, D in ((dtype, D) for dtype in DTYPES.values() for D in HEAD_DIMS):
+        pair = {way: crossover.costs[name_of(dtype, D, way)].element for way in WAYS}
+        shares = {p: min(CLEARLY * pair[DENSE_WAY] / pair[p], 1.0) for p in PRECISIONS if pair[p]}
+        rows.append({"dtype": dtype, "D": D, DENSE_WAY: pair[DENSE_WAY], **shares})
+    return rows
+
+
+def status_lines(status: dict[str, Any]) -> dict[str, str]:
+    """The status as text, by heading."""
+    failed = {"calibration failed": status["failure"]} if status.get("failure") else {}
+    if status["state"] == "none":
+        return {
+            "crossover": f"not measured: {status['why']}; a call measures it at first need, or "
+            "`sparge doctor --calibrate`; until then a built-in estimate is used",
+            **failed,
+        }
+    facts = ", ".join(f"{name} {value}" for name, value in status["key"].items())
+    took = (
+        f"in {status['took']:.1f} s, a median turn {status['noise']:.2f}x the fastest, "
+        f"{status['busy']:.0%} of the cores used by others"
+    )
+    if not status["steady"]:
+        took += "; not steady: a later process measures again, or --calibrate on a quiet machine"
+    return {
+        "crossover": f"{status['state']}, {status['date']}, {took}",
+        "measured for": facts,
+        "kept in": status["file"] or status["why"],
+        **failed,
+    }
+
+
+def _file(key: Mapping[str, str]) -> str | None:
+    try:
+        return str(cache.path_of(key))
+    except RuntimeError:  # no home directory
+        return None

@@ -1,0 +1,87 @@
+"""The exact attention of a few heads, block by block, and what a plan keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..accuracy import output_error
+from ..api import attention, make_plan
+from ..exact import row_weights
+from ..geometry import BLOCK_K, BLOCK_Q, block_range, diagonal_offset, in_blocks, n_blocks
+from ..recipe import Recipe
+from ..tokenmask import TokenMask
+from .result import AttentionMap
+
+SHOWN = 6
+"""Heads that are drawn, from the sparsest to the densest."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of `attention` by a layer. options: its arguments besides the tensors."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: dict[str, Any]
+
+
+def head_errors(call: LayerCall, recipe: Recipe) -> list[float]:
+    """Relative L1 of each head's output on sampled rows; the call is computed again."""
+    inputs = (call.query, call.key, call.value)
+    out = attention(*inputs, recipe=recipe, **call.options)
+    assert isinstance(out, Tensor)
+    errors: list[float] = output_error(*inputs, out, **call.options)[0].tolist()
+    return errors
+
+
+def attention_maps(
+    calls: Mapping[int, LayerCall], errors: Mapping[int, list[float]], recipe: Recipe
+) -> tuple[AttentionMap, ...]:
+    """Maps of SHOWN heads of these layers, evenly spread from the sparsest to the densest."""
+    plans = {
+        i: make_plan(c.query, c.key, value=c.value, recipe=recipe, **c.options)
+        for i, c in calls.items()
+    }
+    heads = sorted(
+        (density, i, h)
+        for i, plan in plans.items()
+        for h, density in enumerate(plan.head_density()[0].tolist())
+    )
+    n = min(SHOWN, len(heads))
+    chosen = [heads[j * (len(heads) - 1) // max(n - 1, 1)] for j in range(n)]
+    maps = []
+    for density, i, h in chosen:
+        mass, kept = block_mass(calls[i], h), plans[i].to_mask()[0, h].cpu()
+        maps.append(
+            AttentionMap(
+                layer=i,
+                head=h,
+                density=density,
+                mass_kept=float((mass * kept).sum() / mass.sum()),
+                error=errors[i][h],
+                mass=mass,
+                kept=kept,
+            )
+        )
+    return tuple(maps)
+
+
+def block_mass(call: LayerCall, h: int) -> Tensor:
+    """`[n_q, n_k]` fp32: the share of attention that each key block gets, mean over the rows."""
+    Lq, Lk, options = call.query.shape[2], call.key.shape[2], call.options
+    offset = diagonal_offset(Lq, Lk, options["causal_align"])
+    tokens = TokenMask(Lq, Lk, options["is_causal"], offset, options["attn_mask"])
+    scale = call.query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
+    positions = torch.arange(Lq, device=call.query.device)
+    mass = torch.empty(n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K))
+    for i_q in range(len(mass)):
+        rows = positions[block_range(i_q, BLOCK_Q, Lq)]
+        weights = row_weights(call.query, call.key, tokens, 0, h, rows, scale=scale)
+        mass[i_q] = in_blocks(weights, -1, BLOCK_K).sum(-1).mean(0)
+    return mass
