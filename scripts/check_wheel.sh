@@ -15,7 +15,8 @@ import shutil
 import torch
 
 import sparge
-from sparge import KeepAll, Recipe, native
+from sparge import KeepAll, Recipe
+from sparge.backends.cpu import library as native
 
 assert not any(shutil.which(name) for name in ("cc", "gcc", "g++", "clang", "cmake"))
 assert native.why_missing() is None, native.why_missing()

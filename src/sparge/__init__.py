@@ -5,6 +5,7 @@ from typing import Any as _Any
 
 from .accuracy import output_error
 from .api import attend, attention, explain, make_plan, sampled_error
+from .backend import FixedCost
 from .blockplan import BlockPlan
 from .dispatch import Backend, Choice, register_backend
 from .errors import Unsupported
@@ -25,6 +26,7 @@ __all__ = [
     "Backend",
     "BlockPlan",
     "Choice",
+    "FixedCost",
     "KeepAll",
     "KeepError",
     "KeepFraction",

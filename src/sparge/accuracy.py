@@ -1,7 +1,6 @@
-"""What an output is worth: a few of its rows computed again, exactly, from the same inputs.
+"""The error of an attention output: a few of its rows recomputed exactly from the same inputs.
 
-Whatever made the output (skipping, 8 bits, another library), the error it has is the error seen
-here; nothing of the way it was made is used.
+It does not matter what made the output: skipping, 8 bits, or another library.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def output_error(
     """
     if not isinstance(out, Tensor):
         raise TypeError(f"out must be a tensor, got {type(out).__name__}")
-    # Nothing here has a gradient; what is not a tensor is refused by name below.
+    # No gradients here. check_call refuses what is not a tensor.
     query, key, value, out = (
         x.detach() if isinstance(x, Tensor) else x for x in (query, key, value, out)
     )

@@ -207,8 +207,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The second half of `attention`: `(out, lse)` over the blocks of a plan.
 
-    The plan knows its diagonal; `is_causal` and `causal_align` may be left out and must agree
-    if given. Of the recipe, precision and pv_skip matter here.
+    The plan holds its diagonal; `is_causal` and `causal_align` may be left out and must agree
+    if given. Of the recipe, only precision and pv_skip apply.
     """
     query, key, value = as_autocast(query, key, value)
     call = check_call(
@@ -303,10 +303,10 @@ def explain(
 
 
 def wants_op(x: Tensor) -> bool:
-    """A tensor without numbers, or of a class that wants to see the op."""
+    """Meta tensors and tensor subclasses go through the op, which they intercept."""
     return x.is_meta or type(x) not in (Tensor, torch.nn.Parameter)
 
 
 def _detached(x: T) -> T:
-    """A plan is a constant, so inputs that require grad are welcome in any precision."""
+    """Without its graph: a plan is constant, so inputs may require grad in any precision."""
     return cast(T, x.detach()) if isinstance(x, Tensor) else x

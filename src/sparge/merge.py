@@ -1,4 +1,4 @@
-"""Partial results over disjoint keys become the result over all of them."""
+"""Merge partial attention results over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     a, b = lse_a.to(work), lse_b.to(work)
     nothing = (a == float("-inf")) & (b == float("-inf"))
     a, b = a.masked_fill(nothing, 0.0), b.masked_fill(nothing, 0.0)
-    # Shares from the difference of the two: they sum to one however large the LSEs are.
+    # Weights from the difference of the LSEs: they sum to one however large the LSEs are.
     share_a, share_b = torch.sigmoid(a - b).unsqueeze(-1), torch.sigmoid(b - a).unsqueeze(-1)
-    # A part that attended nothing is left out whatever stands in it.
+    # A part that attended nothing is ignored, whatever its output holds.
     part_a = out_a.to(work).masked_fill((lse_a == float("-inf")).unsqueeze(-1), 0.0)
     part_b = out_b.to(work).masked_fill((lse_b == float("-inf")).unsqueeze(-1), 0.0)
     out = part_a * share_a + part_b * share_b

@@ -101,6 +101,6 @@ def working(x: Tensor, precision: str) -> Tensor:
     if precision == "exact":
         return x if x.dtype == torch.float64 else x.float()
     half, x = half_dtype(x.dtype), x.float()
-    # What fp32 holds and 16 bits round to infinity is their largest number; more is infinite.
+    # Finite fp32 values beyond the range of 16 bits become its largest number, not infinity.
     most = torch.finfo(half).max
     return torch.where(x.isinf(), x, x.clamp(-most, most)).to(half).float()

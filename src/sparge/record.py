@@ -106,7 +106,7 @@ def record() -> Iterator[list[Run]]:
 
 @contextmanager
 def apart() -> Iterator[list[Run]]:
-    """Collect runs here and nowhere else, to be noted as one; empty while nobody records."""
+    """Hide runs from the surrounding records, to note them as one; empty while nobody records."""
     runs: list[Run] = []
     token = _collectors.set((runs,) if recording() else ())
     try:

@@ -30,7 +30,7 @@ class TokenMask:
 
     @property
     def hides_nothing(self) -> bool:
-        """True when every pair may attend and no bias is added (one query at the end, say)."""
+        """True when every pair may attend and no bias is added (one query after all keys, for example)."""
         return self.attn_mask is None and not (self.is_causal and self.offset < self.Lk - 1)
 
     def region(
@@ -120,7 +120,7 @@ def check_mask(
 
 
 def as_4d(mask: Tensor | None) -> Tensor | None:
-    """A mask with its leading dimensions of one written out; a view."""
+    """A view of a mask with leading dimensions of size 1 added."""
     return None if mask is None else mask[(None,) * (4 - mask.dim())]
 
 

@@ -86,7 +86,7 @@ def attention_varlen(
     backend: str = AUTO,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of every packed sequence with itself and no other.
+    """`attention` within each packed sequence.
 
     query `[Tq, Hq, D]`, key `[Tk, Hk, D]`, value `[Tk, Hk, Dv]`; sequence `i` has the rows
     `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` and the keys `cu_seqlens_k[i] : cu_seqlens_k[i + 1]`.
