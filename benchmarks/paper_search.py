@@ -21,7 +21,7 @@ from sparge.profile import Profile
 from sparge.recipe import DEFAULT, KeepMass, Recipe
 from sparge.report.table import Column, Table, error, share
 from sparge.tune import Capture, Trace, tune
-from sparge.tune.pieces import backend_for, exact_output, run_pieces
+from sparge.tune.captured_run import backend_for, exact_output, run_captured
 
 SLACK = 1.15
 """Factor on the bound for held-out text."""
@@ -117,7 +117,7 @@ class _Trials:
         """`(error, sparsity)` on one input."""
         self.evaluations += 1
         recipe = _recipe(theta, mass, pv)
-        done = run_pieces(self.captures[i], recipe, self.exact[i], backend=self.backend)
+        done = run_captured(self.captures[i], recipe, self.exact[i], backend=self.backend)
         sparsity = 1.0 - float(done.kept / done.allowed)
         return round(float(done.error), 4), sparsity
 
@@ -157,7 +157,7 @@ def held_out_errors(profile: Profile, held_out: Trace, backend: str = AUTO) -> l
             errors, densities = [0.0] * capture.Hq, [1.0] * capture.Hq
             if recipe is not None:
                 engine = backend_for(capture, recipe, backend)
-                done = run_pieces(capture, recipe, exact_output(capture), backend=engine)
+                done = run_captured(capture, recipe, exact_output(capture), backend=engine)
                 errors, densities = done.error.tolist(), (done.kept / done.allowed).tolist()
             for h, (wrong, density) in enumerate(zip(errors, densities, strict=True)):
                 facts = {"layer": name, "head": h, "input": i}
@@ -184,7 +184,7 @@ def one_recipe_figures(trace: Trace, recipe: Recipe, backend: str = AUTO) -> dic
     for name in trace.layers:
         for capture in trace.captures(name):
             engine = backend_for(capture, recipe, backend)
-            done = run_pieces(capture, recipe, exact_output(capture), backend=engine)
+            done = run_captured(capture, recipe, exact_output(capture), backend=engine)
             errors += done.error.tolist()
             kept, allowed = kept + float(done.kept.sum()), allowed + float(done.allowed.sum())
     return {"density": kept / allowed, "error": sum(errors) / len(errors), "worst": max(errors)}

@@ -23,7 +23,7 @@ from sparge.profile import Profile
 from sparge.recipe import DEFAULT, KeepMass, Recipe
 from sparge.report.table import Column, Table, share
 from sparge.tune import Trace, trace_model
-from sparge.tune.calibration import Window, calibration_windows, held_out_windows
+from sparge.tune.tuning_windows import Window, calibration_windows, held_out_windows
 
 MASSES = (0.9, 0.92, 0.94, 0.96, 0.98, 0.99)
 TUNED = "tuned profile"

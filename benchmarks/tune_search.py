@@ -29,8 +29,8 @@ from sparge.profile import Profile
 from sparge.recipe import KeepError, Recipe
 from sparge.report.machine import where_it_runs
 from sparge.report.table import Column, Table, error, share
-from sparge.tune.calibration import held_out_windows
 from sparge.tune.presets import check_bounds
+from sparge.tune.tuning_windows import held_out_windows
 
 BUDGET = 0.05
 """Of `KeepError`, whose error is measured on rows that it has not seen."""

@@ -79,11 +79,13 @@ def recipes(draw: st.DrawFn, Hq: int) -> Recipe:
         st.just(KeepAll()), each(amount).map(KeepMass), each(amount).map(KeepFraction),
         each(st.floats(0.01, 0.9)).map(KeepError),
     ))  # fmt: skip
-    predictors = ["blend"] if isinstance(keep, KeepError) else ["mean", "rows", "blend"]
+    only_blend = isinstance(keep, KeepError | KeepAll)
+    predictors = ["blend"] if only_blend else ["mean", "rows", "blend"]
     predictor = draw(st.sampled_from(predictors))
     judge = st.one_of(st.none(), each(st.floats(-1.0, 1.0)))
     off_or = st.one_of(st.none(), st.floats(0.05, 12.0))
     ends = st.tuples(st.integers(-300, 300), st.none())
+    samples = predictor != "mean" and not isinstance(keep, KeepAll)
     return Recipe(
         keep,
         predictor=predictor,
@@ -93,7 +95,7 @@ def recipes(draw: st.DrawFn, Hq: int) -> Recipe:
         sink_blocks=draw(st.integers(0, 2)),
         local_blocks=draw(st.sampled_from([0, 0, 1, 2, 10**12])),
         protect=draw(st.lists(ends, max_size=1).map(tuple)),
-        sample_rows=draw(st.sampled_from([4, 1, 16, 128])),
+        sample_rows=draw(st.sampled_from([4, 1, 16, 128])) if samples else 4,
     )
 
 

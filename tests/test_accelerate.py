@@ -193,7 +193,7 @@ def test_a_recipe_by_heads_is_checked_where_it_is_used():
 
 @pytest.mark.parametrize("thing", [None, "a path", 3, object()])
 def test_what_is_no_model(thing):
-    with pytest.raises(TypeError, match="takes a transformers model or pipeline, got"):
+    with pytest.raises(TypeError, match="model must be a module or a pipeline, got"):
         sparge.accelerate(thing)
 
 

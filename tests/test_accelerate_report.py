@@ -143,12 +143,58 @@ def test_it_prints_and_is_plain_json():
     assert f"density {report.density:.3f}, error {report.error:.4f}" in text
     assert len({len(line.rstrip()) > 0 for line in text.splitlines()}) == 1
     data = json.loads(json.dumps(report.to_dict()))
-    assert data["format"] == "sparge.report/1"
+    assert data["format"] == "sparge.report/2"
     assert data["density"] == report.density
     assert data["error"] == report.error
     assert [layer["name"] for layer in data["layers"]] == [x.name for x in report.layers]
     assert data["layers"][0]["density_by_head"] == list(report.layers[0].density_by_head)
     assert Recipe.from_dict(data["recipe"]) == SPARSE
+
+
+def test_density_is_over_all_calls_and_sparse_density_over_the_sparse_ones():
+    """One prefill of 500, one decode step over 501 keys, and a layer that is left out."""
+    model, ids = tiny.llama(), ids_of(1, 500)
+    with sparge.accelerate(model, SPARSE, backend="cpu", layers=["*.0.*"]) as handle:
+        with sparge.record() as runs:
+            cache = model(ids).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+        report = handle.report()
+    (run,) = runs
+    # 500 causal rows: 2 + 4 + 6 + 8 key blocks of 64 in 4 heads; then 501 keys are 8 blocks.
+    prefill, decode = 4 * (2 + 4 + 6 + 8), 4 * 8
+    assert run.allowed == prefill
+    first, second = report.layers
+    assert (first.kept, first.allowed) == (run.kept + decode, prefill + decode)
+    assert (second.kept, second.allowed) == (prefill + decode, prefill + decode)
+    assert first.sparse_density == run.density < first.density < second.density == 1.0
+    assert second.sparse_density == 1.0
+    assert report.sparse_density == run.density
+    assert report.density == (run.kept + 2 * decode + prefill) / (2 * (prefill + decode))
+    assert report.to_dict()["sparse_density"] == report.sparse_density
+
+
+def test_a_call_that_auto_sends_to_dense_keeps_all_its_blocks():
+    with sparge.accelerate(tiny.llama()) as handle:
+        handle.model(ids_of(2, 20))
+        report = handle.report()
+    assert report.layers[0].ran == {"dense": 1}
+    assert (report.layers[0].kept, report.layers[0].allowed) == (8, 8)
+    assert report.density == report.sparse_density == 1.0
+
+
+@pytest.mark.parametrize("source, told", [("estimate", True), ("measured", False), ("", False)])
+def test_choices_by_the_built_in_estimate_are_told(source, told):
+    """What the record says of the costs reaches the report."""
+    from sparge.integrations import Site
+
+    with sparge.record() as runs:
+        sparge.attention(*torch.randn(3, 1, 1, 70, 16).unbind(0), backend="cpu")
+    site = Site("layer", Recipe())
+    object.__setattr__(runs[0], "cost_source", source)
+    site._note(runs[0])
+    report = sparge.integrations.Report((site.report(),), None, {})
+    assert ("1 calls were routed by the built-in cost estimate" in str(report)) == told
+    assert report.to_dict()["layers"][0]["estimated"] == int(told)
 
 
 def test_a_part_that_is_left_alone_is_named():

@@ -24,10 +24,10 @@ from benchmarks.profile_quality import (
     summary,
 )
 from sparge import Recipe
-from sparge.profile import Fingerprint
+from sparge.fingerprint import Fingerprint
 from sparge.synthetic import structured_qkv
 from sparge.tune import Trace, captures_of, trace_model, tune
-from sparge.tune.trace import TracedInput, write
+from sparge.tune.trace_directory import TracedInput, write
 from tiny_llama import Letters, tiny_llama, token_inputs
 
 LAYER = "a.attn"

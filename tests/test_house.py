@@ -44,7 +44,7 @@ FLOORS = [
     "api",
     "varlen",
     "accuracy",
-    "profileschema",
+    "fingerprint",
     "profile",
     "integrations",
     "__init__",

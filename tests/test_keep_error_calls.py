@@ -45,7 +45,7 @@ def test_errors_that_are_no_numbers(bad):
 
 @pytest.mark.parametrize("predictor", ["mean", "rows"])
 def test_other_predictors_are_refused(predictor):
-    with pytest.raises(ValueError, match=f"needs predictor 'blend'.*{predictor}.*KeepMass"):
+    with pytest.raises(ValueError, match=f"with KeepError, got '{predictor}'; .*KeepMass"):
         Recipe(KeepError(0.1), predictor=predictor)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import sparge
-from sparge.profile import Fingerprint, HeadSettings, LayerSettings, Profile, fingerprint
-from sparge.profileschema import SCHEMA, check_document
+from sparge.fingerprint import Fingerprint, fingerprint
+from sparge.profile import HeadSettings, LayerSettings, Profile
 
 
 class Config:
@@ -119,9 +119,9 @@ def test_the_same_model_passes_and_another_is_refused():
     profile = profile_of(Model())
     profile.check(Model())
     profile.check(Model().bfloat16())  # the same weights in another dtype
-    with pytest.raises(ValueError, match=r"weights are others.*force=True"):
+    with pytest.raises(ValueError, match=r"weights differ.*force=True"):
         profile.check(Model(seed=1))
-    with pytest.warns(UserWarning, match="used all the same"):
+    with pytest.warns(UserWarning, match="used anyway"):
         profile.check(Model(seed=1), force=True)
 
     class Wider(Config):
@@ -170,25 +170,28 @@ def test_a_model_without_a_config_goes_by_its_parameters():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda d: d.update(format="sparge.profile/2"), r"sparge.profile/2.*upgrade sparge"),
+        (lambda d: d.update(format="sparge.profile/3"), r"sparge.profile/3.*upgrade sparge"),
         (lambda d: d.update(format="sparge.plan/1"), r"sparge.plan/1.*sparge tune writes one"),
         (lambda d: d.pop("format"), "format is None"),
         (lambda d: d.pop("layers"), "has no layers"),
         (lambda d: d.update(more=1), "unknown field 'more'"),
         (lambda d: d.update(bounds={"l1": 0, "l2": None}), r"bounds.l1 must be greater than 0"),
-        (lambda d: d.update(bounds={"l1": "a", "l2": None}), "bounds.l1 must be number, got 'a'"),
+        (lambda d: d.update(bounds={"l1": "a", "l2": None}), "bounds.l1 must be a number, got 'a'"),
         (lambda d: d["default"].update(precision="int3"), "default: precision must be one of"),
         (lambda d: d["layers"]["blocks.0"].pop("heads"), "has no heads"),
         (lambda d: d["layers"]["blocks.0"]["heads"].pop(0), "must be listed as 0, 1, 2"),
         (lambda d: d["layers"]["blocks.0"]["heads"][0].update(mass=1.5), "at most 1, got 1.5"),
-        (lambda d: d["layers"]["blocks.0"]["heads"][0].update(mass=True), "mass must be number"),
-        (lambda d: d["layers"]["blocks.0"]["heads"][0].update(dense=1), "dense must be True"),
-        (lambda d: d["layers"]["blocks.0"]["heads"][0].update(dense=True), "one of the two"),
+        (lambda d: d["layers"]["blocks.0"]["heads"][0].update(mass=True), "mass must be a number"),
+        (lambda d: d["layers"]["blocks.0"]["heads"][0].update(dense=1), "dense must be true"),
+        (lambda d: d["layers"]["blocks.0"]["heads"][0].update(dense=True), "not both"),
         (lambda d: d["layers"]["blocks.0"]["heads"][0].update(pv_skip=0), "greater than 0"),
         (lambda d: d["layers"]["blocks.0"].update(predictor="blend"), "blocks.0.*no judge"),
         (lambda d: d["layers"]["blocks.0"].update(predictor="best"), "'mean', 'rows', 'blend'"),
         (lambda d: d["layers"]["blocks.0"].update(protect=[[5, 2]]), "blocks.0.*not be empty"),
-        (lambda d: d["layers"]["blocks.0"].update(protect=[["a", 2]]), "must be integer or null"),
+        (
+            lambda d: d["layers"]["blocks.0"].update(protect=[["a", 2]]),
+            "whole numbers or None as stop",
+        ),
         (lambda d: d["model"].update(shapes={"heads": -1}), "shapes.*at least 0"),
     ],
 )
@@ -209,15 +212,100 @@ def test_a_damaged_file_says_so(tmp_path):
         with pytest.raises(ValueError, match="not a usable profile"):
             Profile.load(path)
     path.write_bytes(b"\x80\x04\x95pickle")
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match="UTF-8"):
         Profile.load(path)
     with pytest.raises(FileNotFoundError):
         Profile.load(tmp_path / "none.json")
 
 
-def test_the_schema_is_json_and_reads_what_is_written():
-    assert json.loads(json.dumps(SCHEMA)) == SCHEMA
-    check_document(json.loads(profile_of(Model()).to_json()), SCHEMA)
+def test_format_1_still_loads_and_is_written_as_2(tmp_path):
+    data = profile_of(Model()).to_dict()
+    (tmp_path / "old.json").write_text(json.dumps({**data, "format": "sparge.profile/1"}))
+    profile = Profile.load(tmp_path / "old.json")
+    assert profile == profile_of(Model())
+    assert profile.to_dict()["format"] == "sparge.profile/2"
+
+
+def test_format_1_may_hold_sample_rows_that_mean_never_reads():
+    data = profile_of(Model()).to_dict()
+    data["layers"]["blocks.0"]["sample_rows"] = 9
+    data["format"] = "sparge.profile/1"
+    assert Profile.from_dict(data).recipe_for("blocks.0").sample_rows == 4
+
+
+def banded(*bands, own=()):
+    layers = [
+        LayerSettings(heads=(HeadSettings(mass=mass),), noise=noise, protect=((0, 5),))
+        for mass, noise in bands
+    ]
+    return LayerSettings(heads=own, bands=tuple(layers))
+
+
+def test_a_noise_level_chooses_the_settings_of_its_band(tmp_path):
+    layer = banded((0.5, (0.0, 0.25)), (0.9, (0.75, 1.0)), own=(HeadSettings(mass=0.7),))
+    only_bands = banded((0.6, (0.5, 1)))
+    profile_of(Model(), **{"blocks.0": layer, "blocks.1": only_bands}).save(tmp_path / "p.json")
+    profile = Profile.load(tmp_path / "p.json")
+    assert profile.layers["blocks.0"] == layer
+
+    def mass(name, noise):
+        return profile.recipe_for(name, noise=noise).keep.mass
+
+    at = {0.0: 0.5, 0.2499: 0.5, 0.25: 0.7, 0.5: 0.7, 0.75: 0.9, 1.0: 0.9, None: 0.7}
+    assert {noise: mass("blocks.0", noise)[0] for noise in at} == at
+    assert mass("blocks.1", 0.5) == (0.6,)
+    assert list(profile.named_settings()) == [
+        "blocks.0",
+        "blocks.0 [noise 0 to 0.25]",
+        "blocks.0 [noise 0.75 to 1]",
+        "single_blocks.0",
+        "blocks.1 [noise 0.5 to 1]",
+    ]
+    assert profile.recipe_for("blocks.1", noise=0.4) == profile.default  # outside of the bands
+    assert profile.untuned == ["single_blocks.0"]
+    assert profile.layers["blocks.1"].density == 1.0
+    with pytest.raises(ValueError, match=r"noise must be given.*context\(noise_level"):
+        profile.recipe_for("blocks.1")
+
+
+@pytest.mark.parametrize(
+    "noise, why",
+    [
+        ([[0.0, 0.5], [0.4, 1.0]], r"must not overlap, got \[0, 0.5\] and \[0.4, 1\]"),
+        ([[0.0, 0.5], [0.0, 0.5]], "must not overlap"),
+        ([[0.5, 0.5]], "0 <= low < high <= 1"),
+        ([[0.0, 1.1]], "0 <= low < high <= 1"),
+        ([[0.0]], "0 <= low < high <= 1"),
+        ([["a", 1]], "0 <= low < high <= 1"),
+        ([[False, True]], "0 <= low < high <= 1"),
+        ([None], "noise"),
+    ],
+)
+def test_bands_that_are_not_right_say_where(noise, why):
+    data = profile_of(Model(), **{"blocks.1": banded((0.5, (0.0, 1.0)))}).to_dict()
+    (band,) = data["layers"]["blocks.1"]["bands"]
+    data["layers"]["blocks.1"]["bands"] = [{**band, "noise": each} for each in noise]
+    with pytest.raises(ValueError, match=rf"layers\['blocks.1'\].*{why}"):
+        Profile.from_dict(data)
+
+
+def test_a_band_without_its_levels_is_refused():
+    with pytest.raises(ValueError, match="noise of a band must be"):
+        LayerSettings(bands=(LayerSettings(),))
+
+
+@pytest.mark.parametrize("inside", ["default", "calibration", "layers"])
+def test_a_file_nested_too_deeply_is_refused(tmp_path, inside):
+    text = json.dumps({**profile_of(Model()).to_dict(), inside: "DEEP"})
+    deep = "[" * 100_000 + "]" * 100_000
+    (tmp_path / "p.json").write_text(text.replace('"DEEP"', deep))
+    with pytest.raises(ValueError, match=r"not a usable profile: .*levels deep"):
+        Profile.load(tmp_path / "p.json")
+
+
+def test_what_is_no_file_of_its_own_is_refused():
+    with pytest.raises(OSError, match="not a regular file"):
+        Profile.load("/dev/zero")
 
 
 def test_a_fingerprint_names_every_difference():

@@ -202,6 +202,17 @@ def test_missing_fields_take_their_defaults():
         pytest.param('{"keep": {"mass": NaN}}', "mass must be.*nan", id="NaN"),
         pytest.param('{"pv_skip": Infinity}', "pv_skip must be.*inf", id="Infinity"),
         pytest.param('{"precision": "fp64"}', "precision must be.*'fp64'", id="precision"),
+        pytest.param('{"keep": ' * 99999 + "1" + "}" * 99999, "64 levels deep", id="deep objects"),
+        pytest.param(
+            '{"pv_skip": ' + "[" * 99999 + "]" * 99999 + "}", "64 levels deep", id="deep lists"
+        ),
+        pytest.param('{"pv_skip": [[[[[1]]]]]}', "pv_skip must be.*flat list", id="nested"),
+        pytest.param(
+            '{"precision": "half", "precision": "int8"}', "key 'precision' stands twice", id="twice"
+        ),
+        pytest.param(
+            '{"keep": {"mass": 0.5, "mass": 0.6}}', "key 'mass' stands twice", id="twice inside"
+        ),
     ],
 )
 def test_json_that_is_no_recipe(text, says):

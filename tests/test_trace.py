@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from sparge.tune import Trace, trace_model, tracing, tune
-from sparge.tune import trace as trace_module
-from sparge.tune.pieces import exact_output
+from sparge.tune import Trace, model_tracer, trace_model, tune
+from sparge.tune import trace_directory as trace_module
+from sparge.tune.captured_run import exact_output
 from tiny_llama import tiny_llama, token_inputs
 
 pytest.importorskip("transformers")
@@ -43,7 +43,7 @@ def test_a_trace_holds_what_the_layers_attended(model, tmp_path):
     for capture, own in zip(again.captures(LAYERS[1]), seen[LAYERS[1]], strict=True):
         assert capture.starts == (128, 384)
         assert capture.is_causal
-        assert capture.Lq == 400
+        assert capture.offset == 0
         rows = [*range(128, 256), *range(384, 400)]
         heads = own[0, rows].unflatten(-1, (4, 16)).transpose(0, 1)
         torch.testing.assert_close(exact_output(capture), heads, rtol=1e-4, atol=1e-5)
@@ -72,7 +72,7 @@ def test_only_some_layers_are_traced(model, tmp_path):
 def test_finished_inputs_are_not_run_again(model, tmp_path, monkeypatch):
     inputs = token_inputs(n=3)
     ran = []
-    forward = tracing._forward
+    forward = model_tracer._forward
 
     def count(model, given):
         ran.append(given)
@@ -80,7 +80,7 @@ def test_finished_inputs_are_not_run_again(model, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         forward(model, given)
 
-    monkeypatch.setattr(tracing, "_forward", count)
+    monkeypatch.setattr(model_tracer, "_forward", count)
     with pytest.raises(KeyboardInterrupt):
         trace_model(model, inputs, tmp_path)
     assert len(Trace.open(tmp_path).inputs) == 1
@@ -134,7 +134,7 @@ def test_a_batch_is_a_capture_each_and_padding_is_kept(model, tmp_path):
 
 def test_another_trace_is_not_mixed_in(model, tmp_path):
     trace_model(model, token_inputs(n=1), tmp_path)
-    with pytest.raises(ValueError, match=r"a trace of something else .*weights are others"):
+    with pytest.raises(ValueError, match=r"a trace of something else .*weights differ"):
         trace_model(tiny_llama(seed=5), token_inputs(n=1), tmp_path)
     with pytest.raises(ValueError, match="another number of blocks"):
         trace_model(model, token_inputs(n=1), tmp_path, blocks=1)
@@ -144,8 +144,11 @@ def test_another_trace_is_not_mixed_in(model, tmp_path):
     ("change", "why"),
     [
         (lambda text: text[:100], "damaged"),
-        (lambda text: text.replace("sparge.trace/1", "sparge.trace/9"), "sparge.trace/9"),
+        (lambda text: text.replace("sparge.trace/2", "sparge.trace/9"), "sparge.trace/9"),
         (lambda text: json.dumps({"format": "sparge.trace/1"}), "it has no 'model'"),
+        (lambda text: text.replace('"shapes": {', '"shapes": {"heads": -1, '), "twice"),
+        (lambda text: text.replace('"shapes": {', '"shapes": {"mine": -1, '), "shapes.mine must"),
+        (lambda text: "[" * 99999, "levels deep"),
     ],
 )
 def test_a_manifest_that_is_not_right(model, tmp_path, change, why):
@@ -154,6 +157,22 @@ def test_a_manifest_that_is_not_right(model, tmp_path, change, why):
     path.write_text(change(path.read_text()))
     with pytest.raises(ValueError, match=why):
         Trace.open(tmp_path)
+
+
+@pytest.mark.parametrize("align, offset", [("top_left", 0), ("bottom_right", 30)])
+def test_format_1_still_loads(model, tmp_path, align, offset):
+    """It held the alignment of the diagonal and the number of queries, not the offset."""
+    trace_model(model, token_inputs(n=1, L=130), tmp_path)
+    path = tmp_path / trace_module.MANIFEST
+    data = json.loads(path.read_text())
+    data["format"] = "sparge.trace/1"
+    for entries in data["inputs"][0]["files"].values():
+        for entry in entries:
+            assert entry.pop("offset") == 0
+            entry |= {"causal_align": align, "Lq": 100}
+    path.write_text(json.dumps(data))
+    (capture,) = Trace.open(tmp_path).captures(LAYERS[0])
+    assert capture.offset == offset
 
 
 def test_a_directory_without_a_trace(tmp_path):
@@ -208,7 +227,7 @@ def test_one_noise_level_for_each_input(model, tmp_path):
 
 
 def test_one_token_is_nothing_to_tune(model, tmp_path):
-    with pytest.raises(ValueError, match="nothing to tune"):
+    with pytest.raises(ValueError, match="longer than one token"):
         trace_model(model, [torch.tensor([[1]])], tmp_path)
 
 

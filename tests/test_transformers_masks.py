@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, LlamaConfig, StaticCache, T5Config
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -13,7 +14,14 @@ from transformers.masking_utils import (
 
 import sparge
 import tiny_models as tiny
-from sparge.integrations.masks import ADDITIVE, BOOL, PADDING, make_mask, style_of, to_attention
+from sparge.integrations.transformers.masks import (
+    ADDITIVE,
+    BOOL,
+    PADDING,
+    make_mask,
+    style_of,
+    to_attention,
+)
 from tiny_models import ids_of, only_sparse, padded, same
 
 CLOSE = {"rtol": 0.0, "atol": 2e-6}
@@ -103,6 +111,47 @@ def test_generate_gives_the_same_tokens(name, cache, chunk):
     assert torch.equal(got, want)
     assert layer.sparse_calls == (-(-40 // chunk) if chunk else 1)
     assert layer.fallbacks == {"one query (decode): dense attention is faster": 5}
+
+
+ENCODERS = {
+    "bert": ("Bert", "LMHeadModel"),
+    "bert-generation": ("BertGeneration", "Decoder"),
+    "camembert": ("Camembert", "ForCausalLM"),
+    "data2vec": ("Data2VecText", "ForCausalLM"),
+    "electra": ("Electra", "ForCausalLM"),
+    "ernie": ("Ernie", "ForCausalLM"),
+    "roberta": ("Roberta", "ForCausalLM"),
+    "roberta-prelayernorm": ("RobertaPreLayerNorm", "ForCausalLM"),
+    "roc-bert": ("RoCBert", "ForCausalLM"),
+    "xlm-roberta": ("XLMRoberta", "ForCausalLM"),
+    "xlm-roberta-xl": ("XLMRobertaXL", "ForCausalLM"),
+    "xmod": ("Xmod", "ForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("is_decoder", [False, True], ids=["encoder", "decoder"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_static_cache_with_left_padding_in_the_bert_family(name, is_decoder):
+    """As an encoder it hides padding both ways, but `generate` gives it a causal mask."""
+    family, head = ENCODERS[name]
+    small = {"embedding_size": 32, "enable_pronunciation": False, "enable_shape": False}
+    config = getattr(transformers, f"{family}Config")(
+        **{**tiny.TEXT, **small, "num_attention_heads": 4, "default_language": "en_XX"},
+        is_decoder=is_decoder,
+    )
+    model = tiny.build(getattr(transformers, f"{family}{head}"), config)
+    ids, mask = padded(ids_of(L=40), "left")
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+
+    def run():
+        made = model.generate(ids, attention_mask=mask, cache_implementation="static", **options)
+        return torch.stack(made.logits)
+
+    want = run()
+    with same(model) as handle:
+        torch.testing.assert_close(run(), want, **CLOSE)
+        assert handle.report().layers[0].sparse_calls == 1
 
 
 def test_beams_share_a_prefill():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,11 @@ import torch
 import sparge
 from oracle import dense
 from sparge import Recipe
-from sparge.profile import Profile
+from sparge.profile import HeadSettings, LayerSettings, Profile
 from sparge.synthetic import structured_qkv
 from sparge.tune import PRESETS, bounds_of, captures_of, tune, tune_head_settings, tuner
 from sparge.tune import layer as layer_module
-from sparge.tune.layer import DENSE, Result, climb, recipe_of, tune_layer
-from sparge.tune.search import Setting
+from sparge.tune.layer import climb, tune_layer
 
 BASE = Recipe(precision="int8")
 
@@ -82,26 +82,26 @@ class Told:
 
     def run(self, settings):
         self.asked.append([setting.mass for setting in settings])
-        return [Result(s, self.errors[s.mass], s.density, 0.0) for s in settings]
+        return [replace(s, error=self.errors[s.mass]) for s in settings]
 
 
 def test_a_head_that_exceeds_steps_on_and_others_stay():
-    ladder = [Setting(mass=m, error=e) for m, e in ((0.5, 0.099), (0.6, 0.097), (0.8, 0.07))]
-    other = [Setting(mass=0.7, error=0.05)]
+    ladder = [HeadSettings(mass=m, error=e) for m, e in ((0.5, 0.099), (0.6, 0.097), (0.8, 0.07))]
+    other = [HeadSettings(mass=0.7, error=0.05)]
     runner = Told({0.5: 0.105, 0.6: 0.103, 0.8: 0.08, 0.7: 0.06, 1.0: 0.01})
     found = climb(runner, [ladder, other, []], 0.1)
     # 0.105 was 0.006 more than foreseen, so 0.6 (0.097) would exceed too and is left out.
     assert runner.asked == [[0.5, 0.7, 1.0], [0.8, 0.7, 1.0]]
-    assert [result.setting.mass for result in found] == [0.8, 0.7, 1.0]
+    assert [result.mass for result in found] == [0.8, 0.7, 1.0]
     assert [result.error for result in found] == [0.08, 0.06, 0.01]
 
 
 def test_a_ladder_that_ends_is_dense_or_what_held_before():
-    ladder = [Setting(mass=0.5, error=0.09)]
+    ladder = [HeadSettings(mass=0.5, error=0.09)]
     runner = Told({0.5: 0.2, 0.9: 0.05, 1.0: 0.01})
-    assert climb(runner, [ladder], 0.1)[0].setting == DENSE
+    assert climb(runner, [ladder], 0.1)[0].is_dense
     assert runner.asked == [[0.5], [1.0]]
-    before = Result(Setting(mass=0.9), 0.05, 0.5, 0.0)
+    before = HeadSettings(mass=0.9, error=0.05, density=0.5)
     runner = Told({0.5: 0.2})
     assert climb(runner, [ladder], 0.1, otherwise=[before]) == [before]
     assert runner.asked == [[0.5]]
@@ -164,10 +164,10 @@ def test_a_state_of_something_else_is_not_continued(two_layers, tmp_path):
     state = tmp_path / "state.json"
     one = {"a.attn": two_layers["a.attn"]}
     tune(one, l1=0.3, state=state)
-    with pytest.raises(ValueError, match=r"cannot be continued: it is of another.*remove it"):
+    with pytest.raises(ValueError, match=r"cannot be resumed: it is of another.*remove it"):
         tune(one, l1=0.2, state=state)
     state.write_text(state.read_text()[:-20])
-    with pytest.raises(ValueError, match="cannot be continued"):
+    with pytest.raises(ValueError, match="cannot be resumed"):
         tune(one, l1=0.3, state=state)
 
 
@@ -194,8 +194,8 @@ def test_one_call_is_tuned_to_a_recipe():
     assert wrong.max() <= 0.06
     assert wrong.max() > 0.02, "the bound is not used"
     off = tune_head_settings(q, k, v, is_causal=True, l1=0.05, l2=None)
-    assert set(off.pv_skip) == {None}
-    dense_heads = recipe_of([DENSE] * 4, BASE, "mean")
+    assert off.pv_skip is None
+    dense_heads = LayerSettings(predictor="mean").recipe_with([HeadSettings()] * 4)
     plan = sparge.make_plan(q, k, is_causal=True, enable_gqa=True, recipe=dense_heads)
     assert plan.density == 1.0
 

@@ -1,4 +1,4 @@
-"""The search against brute force, the emulated filter against the kernel, pieces against calls."""
+"""The search against brute force, the second filter against the kernel, blocks against calls."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 import sparge
 from oracle import dense, make_qkv, relative_l1
 from sparge import KeepMass, Recipe
+from sparge.profile import HeadSettings
 from sparge.synthetic import structured_qkv
 from sparge.tune import score, search
 from sparge.tune.capture import captures_of, sampled_blocks
+from sparge.tune.captured_run import backend_for, exact_output, run_captured
 from sparge.tune.layer import Runner, tune_layer
-from sparge.tune.pieces import backend_for, exact_output, run_pieces
-from sparge.tune.score import Scorer, Views
-from sparge.tune.search import Setting, find_ladder, find_pv_ladder, kept_sets
+from sparge.tune.score import CaptureScorer, LayerScorer
+from sparge.tune.search import find_ladder, find_pv_ladder, kept_sets
 
 EXACT = Recipe(precision="exact", predictor="mean")
 
@@ -26,9 +27,9 @@ def whole(seed=0, L=512, Hq=2, Hk=1, is_causal=True):
     return (q, k, v), capture
 
 
-def views_of(captures, recipe=EXACT):
-    scorers = [Scorer(c, recipe, backend_for(c, recipe)) for c in captures]
-    return Views(scorers)
+def layer_scorer(captures, recipe=EXACT):
+    scorers = [CaptureScorer(c, recipe, backend_for(c, recipe)) for c in captures]
+    return LayerScorer(scorers)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ def test_blocks_are_spread_and_the_last_is_among_them(Lq, blocks, chosen):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(predictor="mean", min_similarity=0.2)])
-def test_a_piece_is_the_block_of_the_whole_call(backend, is_causal, recipe):
-    """Bit for bit: only then do errors of pieces say anything of the model."""
+def test_a_kept_block_is_the_block_of_the_whole_call(backend, is_causal, recipe):
+    """Bit for bit: only then do errors of kept blocks say anything of the model."""
     q, k, v = structured_qkv(Hq=4, Hk=2, L=700, D=32, seed=3)
     recipe = Recipe(KeepMass(0.8), recipe.predictor, recipe.min_similarity, pv_skip=3.0)
     (capture,) = captures_of(q, k, v, {"is_causal": is_causal}, blocks=3)
@@ -62,8 +63,10 @@ def test_a_piece_is_the_block_of_the_whole_call(backend, is_causal, recipe):
     assert relative_l1(exact, truth) < 1e-5
     engine = backend_for(capture, recipe, backend)
     # Against the call's own output nothing is wrong, so nothing differs.
-    assert run_pieces(capture, recipe, out[0][:, rows], backend=engine).error.tolist() == [0.0] * 4
-    measured = run_pieces(capture, recipe, truth, backend=engine)
+    assert (
+        run_captured(capture, recipe, out[0][:, rows], backend=engine).error.tolist() == [0.0] * 4
+    )
+    measured = run_captured(capture, recipe, truth, backend=engine)
     wrong = (out[0][:, rows].double() - truth).abs().sum((1, 2)) / truth.abs().sum((1, 2))
     torch.testing.assert_close(measured.error, wrong)
     plan = sparge.make_plan(
@@ -73,7 +76,7 @@ def test_a_piece_is_the_block_of_the_whole_call(backend, is_causal, recipe):
     assert 0 < int(measured.pv_skips.sum()) < runs[0].pv_skips
 
 
-def test_pieces_stand_at_their_place_with_masks_and_a_cache():
+def test_kept_blocks_stand_at_their_place_with_masks_and_a_cache():
     q, k, v = make_qkv(B=2, Hq=2, Hk=1, Lq=300, Lk=500, D=16)
     bias = torch.randn(2, 1, 300, 500).masked_fill(torch.rand(2, 1, 300, 500) < 0.3, -torch.inf)
     facts = {"is_causal": True, "causal_align": "bottom_right", "scale": 0.3, "attn_mask": bias}
@@ -84,7 +87,7 @@ def test_pieces_stand_at_their_place_with_masks_and_a_cache():
         assert relative_l1(exact_output(capture), truth[b][:, rows]) < 1e-5
         everything = Recipe(sparge.KeepAll(), precision="exact")
         engine = backend_for(capture, everything)
-        error = run_pieces(capture, everything, truth[b][:, rows], backend=engine).error
+        error = run_captured(capture, everything, truth[b][:, rows], backend=engine).error
         assert error.max() < 1e-5
         alone = capture.head(1)
         assert relative_l1(exact_output(alone)[0], truth[b, 1][rows]) < 1e-5
@@ -97,9 +100,9 @@ def test_sets_are_those_of_the_planner(predictor, is_causal):
     recipe = Recipe(precision="exact", predictor=predictor)
     similarities = [None, 0.15, 0.3] if predictor == "mean" else [None]
     masses = [0.3, 0.7, 0.9, 0.97]
-    views, differ, blocks = views_of([capture], recipe), 0, 0
+    scored, differ, blocks = layer_scorer([capture], recipe), 0, 0
     for h in range(2):
-        prediction = views.head(h)[0].prediction
+        prediction = scored.head(h)[0].prediction
         made = kept_sets(prediction, predictor, similarities, torch.tensor(masses).double())
         for i, similarity in enumerate(similarities):
             for j, mass in enumerate(masses):
@@ -120,7 +123,7 @@ def test_the_sparsest_of_the_whole_grid_is_found(monkeypatch, predictor, l1):
     monkeypatch.setattr(search, "SIMILARITIES", (None, 0.1, 0.3))
     monkeypatch.setattr(search, "AT_ONCE", 4)
     calls = [whole(seed=seed) for seed in (1, 2)]
-    views = views_of([capture for _, capture in calls])
+    scored = layer_scorer([capture for _, capture in calls])
     similarities = search.SIMILARITIES if predictor == "mean" else (None,)
     truths = [dense(*tensors, is_causal=True)[0] for tensors, _ in calls]
     tried = [[], []]
@@ -138,7 +141,7 @@ def test_the_sparsest_of_the_whole_grid_is_found(monkeypatch, predictor, l1):
                 density = float(kept[h] / allowed[h])
                 tried[h].append((float(torch.stack(errors)[:, h].max()), density))
     for h in range(2):
-        ladder = find_ladder(views.head(h), predictor, l1)
+        ladder = find_ladder(scored.head(h), predictor, l1)
         best = min(density for error, density in tried[h] if error <= l1)
         assert ladder[0].density == pytest.approx(best)
         assert ladder[0].error <= l1
@@ -151,32 +154,32 @@ def test_the_sparsest_of_the_whole_grid_is_found(monkeypatch, predictor, l1):
 
 def test_an_impossible_bound_has_no_setting():
     _, capture = whole(L=256)
-    assert find_ladder(views_of([capture]).head(0), "mean", 1e-7) == []
+    assert find_ladder(layer_scorer([capture]).head(0), "mean", 1e-7) == []
 
 
 @pytest.mark.parametrize("thin", [1, 2])
 def test_the_emulated_filter_skips_what_the_kernel_skips(thin):
     """Counts and errors, at every threshold, for a kept set of the planner's."""
     _, capture = whole(L=700, seed=5)
-    scorer = Scorer(capture, EXACT, backend_for(capture, EXACT))
+    scorer = CaptureScorer(capture, EXACT, backend_for(capture, EXACT))
     runner = Runner([scorer], EXACT, "mean", backend_for(capture, EXACT))
-    setting = Setting(mass=0.98)
+    setting = HeadSettings(mass=0.98)
     for h in range(2):
-        views = [scorer.view(h, thin)]
-        kept = kept_sets(views[0].prediction, "mean", [None], torch.tensor([0.98]).double())
+        scored = [scorer.score(h, thin)]
+        kept = kept_sets(scored[0].prediction, "mean", [None], torch.tensor([0.98]).double())
         seen = set()
         for pv_skip in (0.25, 1.0, 3.0, 8.0):
-            both = [Setting(mass=0.98, pv_skip=pv_skip)] * 2
+            both = [HeadSettings(mass=0.98, pv_skip=pv_skip)] * 2
             ran = runner.run(both)[h]
             skips = groups = 0
-            for block, own in zip(views[0].blocks, kept[:, 0, 0], strict=True):
+            for block, own in zip(scored[0].blocks, kept[:, 0, 0], strict=True):
                 skip = search.pv_skips(block.only(own).maxima, [pv_skip])
                 skips, groups = skips + int(skip.sum()), groups + skip[0].numel()
             if thin == 1:
                 assert skips / groups == pytest.approx(ran.pv_skipped)
             seen.add(skips)
         assert len(seen) > 2, "the example shows nothing"
-        ladder = find_pv_ladder(views, "mean", setting, l2=0.2)
+        ladder = find_pv_ladder(scored, "mean", setting, l2=0.2)
         assert ladder
         for found in ladder if thin == 1 else ():
             ran = runner.run([found] * 2)[h]
@@ -190,8 +193,8 @@ def test_int8_errors_are_foreseen():
     (capture,) = captures_of(q, k, v, {"is_causal": True}, blocks=4)
     base = Recipe(precision="int8")
     engine = backend_for(capture, base)
-    scorer = Scorer(capture, base, engine)
-    ladders = [find_ladder([scorer.view(h)], "blend", 0.05) for h in range(2)]
+    scorer = CaptureScorer(capture, base, engine)
+    ladders = [find_ladder([scorer.score(h)], "blend", 0.05) for h in range(2)]
     runner = Runner([scorer], base, "blend", engine)
     for h, ran in enumerate(runner.run([ladder[0] for ladder in ladders])):
         assert ran.error == pytest.approx(ladders[h][0].error, rel=0.02)
@@ -204,12 +207,12 @@ def test_a_layer_too_large_to_hold_is_thinned_and_still_tuned(monkeypatch, thin)
     _, capture = whole(L=386)
     size = 4 * 386 * 386 * 32 // 64
     monkeypatch.setattr(score, "MOST_BYTES", -(-size // thin))
-    views = views_of([capture])
-    assert views.thin == thin
-    rows = [len(block.truth) for block in views.head(0)[0].blocks]
+    scored = layer_scorer([capture])
+    assert scored.thin == thin
+    rows = [len(block.truth) for block in scored.head(0)[0].blocks]
     assert rows == [sum(r // 16 % thin == i % thin for r in range(128)) for i in range(3)] + [2]
-    views.head(0)
-    assert views.scored == (1 if thin == 1 else 2)
+    scored.head(0)
+    assert scored.scored == (1 if thin == 1 else 2)
     tuned = tune_layer([capture], l1=0.1, l2=0.12, base=EXACT)
     assert tuned.settings.density < 1.0
     assert all(head.error <= 0.12 for head in tuned.settings.heads)

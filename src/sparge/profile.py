@@ -1,40 +1,34 @@
-"""NOUN tuned settings of one model, per layer and head, with what they reach and where they came
-from: a JSON file that people can read, compare and share.
+"""NOUN tuned settings of one model, per layer and head, with the errors and densities measured.
 
-Layers go by the name of their attention module, matched exactly; heads by their index in the whole
-model, so that a rank of a tensor-parallel group asks for its own. Nothing in the file is ever run.
+A JSON file that people can read, compare and share. Layers are matched by the exact name of their
+attention module; heads by their index in the whole model, so that a tensor-parallel rank asks for
+its own. A diffusion model may have other settings in bands of its noise level.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .profileschema import FAMILY, FORMAT, SCHEMA, check_document
+from .fingerprint import Fingerprint, fingerprint
 from .recipe import DEFAULT, KeepMass, Recipe
 from .support.atomic_files import replace_file
+from .support.json_text import Fields, parse_json, read_json_text
 
-SAMPLES = 16
-"""Numbers of each weight that go into the digest."""
+FAMILY = "sparge.profile"
+FORMAT = f"{FAMILY}/2"
+READS = (f"{FAMILY}/1", FORMAT)
+"""Format 1 has no noise bands, and is otherwise the same."""
 RECIPE_FIELDS = ("predictor", "precision", "sink_blocks", "local_blocks", "sample_rows", "protect")
-_SHAPES = {
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "hidden_size": "hidden_size",
-}
 
 
 @dataclass(frozen=True)
@@ -42,8 +36,8 @@ class HeadSettings:
     """One head: what it keeps, and what that gave on the calibration inputs.
 
     mass: 1.0 is a dense head. density, pv_skipped: means over the inputs. error: relative L1
-    against dense attention, of the input where it is largest; measured by running these settings,
-    and infinite (null in the file) where an output was not finite.
+    against dense attention on the worst input, measured by running these settings; infinite (null
+    in the file) where an output was not finite.
     """
 
     mass: float = 1.0
@@ -64,12 +58,36 @@ class HeadSettings:
         names = ("mass", "min_similarity", "pv_skip", "density", "pv_skipped")
         return {"head": head, **{name: getattr(self, name) for name in names}, "error": error}
 
+    @classmethod
+    def from_dict(cls, data: Any, head: int, where: str) -> HeadSettings:
+        names = ("head", "dense", *cls.__dataclass_fields__)
+        fields = Fields(data, where, names, what="head")
+        if fields.number("head", whole=True) != head:
+            raise ValueError(f"{where}: heads must be listed as 0, 1, 2, …; got {data['head']}")
+        if data.get("dense", True) is not True:
+            raise ValueError(f"{fields.place('dense')} must be true or left out")
+        if ("dense" in data) == ("mass" in data):
+            raise ValueError(f"{where}: head {head} must have either a mass or dense, not both")
+        error = fields.number("error", least=0, null=True)
+        return cls(
+            mass=fields.number("mass", 1.0, above=0, most=1),
+            min_similarity=fields.number("min_similarity", None, least=-1, most=1, null=True),
+            pv_skip=fields.number("pv_skip", None, above=0, null=True),
+            density=fields.number("density", 1.0, least=0, most=1),
+            pv_skipped=fields.number("pv_skipped", 0.0, least=0, most=1),
+            error=math.inf if error is None else error,
+        )
+
 
 @dataclass(frozen=True)
 class LayerSettings:
     """One attention module. No heads: it was not tuned, and runs the profile's default recipe.
 
     inputs, rows: calibration inputs, and query rows of each head that were measured on them.
+    noise: of a band, the noise levels `[low, high)` it is for; the last level, 1, belongs to the
+    band that ends there. A level is the share of noise in the model's input: 1 is pure noise, 0 a
+    clean sample (the sigma of flow matching; timestep / training timesteps).
+    bands: settings for some noise levels; the layer's own serve all others.
     """
 
     heads: tuple[HeadSettings, ...] = ()
@@ -81,82 +99,103 @@ class LayerSettings:
     protect: tuple[tuple[int, int | None], ...] = ()
     inputs: int = 0
     rows: int = 0
+    noise: tuple[float, float] | None = None
+    bands: tuple[LayerSettings, ...] = ()
+
+    def __post_init__(self) -> None:
+        ranges = sorted(_noise_range(band) for band in self.bands)
+        for (low, high), (next_low, next_high) in pairwise(ranges):
+            if next_low < high:
+                raise ValueError(
+                    f"noise bands must not overlap, got [{low:g}, {high:g}] and "
+                    f"[{next_low:g}, {next_high:g}]"
+                )
 
     @property
     def is_tuned(self) -> bool:
-        return bool(self.heads)
+        return bool(self.heads or self.bands)
 
     @property
     def density(self) -> float:
-        return sum(head.density for head in self.heads) / len(self.heads) if self.heads else 1.0
+        """Mean over the heads, or over the bands of a layer that has only those."""
+        each: Sequence[HeadSettings | LayerSettings] = self.heads or self.bands
+        return sum(one.density for one in each) / len(each) if each else 1.0
+
+    def at_noise(self, noise: float | None) -> LayerSettings:
+        """The settings for a noise level: of its band, or the layer's own outside of all bands."""
+        if noise is None and self.bands and not self.heads:
+            raise ValueError(
+                "noise must be given: this layer has settings for noise bands only; run the model "
+                "inside handle.context(noise_level=…)"
+            )
+        for band in self.bands:
+            low, high = _noise_range(band)
+            if noise is not None and (low <= noise < high or noise == high == 1.0):
+                return band
+        return self
 
     def recipe(self, heads: Iterable[int] | None = None) -> Recipe | None:
         """The recipe of these heads, in their order; None where all of them are dense."""
         chosen = self.heads if heads is None else [self.heads[h] for h in heads]
-        if all(head.is_dense for head in chosen):
-            return None
+        return None if all(head.is_dense for head in chosen) else self.recipe_with(chosen)
+
+    def recipe_with(self, chosen: Sequence[HeadSettings]) -> Recipe:
+        """A recipe of this layer's fields with one setting per head."""
         similarity = tuple(head.min_similarity for head in chosen)
         pv_skip = tuple(head.pv_skip for head in chosen)
         return Recipe(
             keep=KeepMass(tuple(head.mass for head in chosen)),
             min_similarity=None if set(similarity) == {None} else similarity,
             pv_skip=None if set(pv_skip) == {None} else pv_skip,
-            **{name: getattr(self, name) for name in RECIPE_FIELDS},
+            **_recipe_values(vars(self)),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        if not self.is_tuned:
-            return {"heads": []}
-        out = {name: getattr(self, name) for name in (*RECIPE_FIELDS, "inputs", "rows")}
-        out["protect"] = [list(each) for each in self.protect]
-        return {**out, "heads": [head.to_dict(h) for h, head in enumerate(self.heads)]}
+        out: dict[str, Any] = {} if self.noise is None else {"noise": list(self.noise)}
+        if self.heads:
+            out |= {name: getattr(self, name) for name in (*RECIPE_FIELDS, "inputs", "rows")}
+            out["protect"] = [list(each) for each in self.protect]
+        out["heads"] = [head.to_dict(h) for h, head in enumerate(self.heads)]
+        return out | ({"bands": [band.to_dict() for band in self.bands]} if self.bands else {})
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], where: str = "layer") -> LayerSettings:
-        values = dict(data)
-        values["protect"] = tuple(tuple(each) for each in data.get("protect", ()))
-        heads = []
-        for h, line in enumerate(values.pop("heads")):
-            numbers = {k: v for k, v in line.items() if k not in ("head", "dense", "error")}
-            error = math.inf if line["error"] is None else line["error"]
-            if line["head"] != h:
-                raise ValueError(f"{where}: heads must be listed as 0, 1, 2, …; got {line['head']}")
-            if ("dense" in line) == ("mass" in line):
-                raise ValueError(f"{where}: head {h} must have a mass or be dense, one of the two")
-            heads.append(HeadSettings(**numbers, error=error))
-        layer = cls(heads=tuple(heads), **values)
-        if layer.is_tuned:
-            try:
-                layer.recipe()  # what its fields say together, such as a judge without "mean"
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{where}: {error}") from None
+    def from_dict(cls, data: Any, where: str = "layer") -> LayerSettings:
+        fields = Fields(data, where, tuple(cls.__dataclass_fields__), what="layer")
+        lines, bands = fields.get("heads", list), fields.get("bands", list, [])
+        values: dict[str, Any] = {
+            name: fields.number(name, least=least, whole=True)
+            for name, least in (("sample_rows", 1), ("inputs", 0), ("rows", 0))
+            if name in data
+        }
+        heads = [HeadSettings.from_dict(x, h, f"{where}.heads[{h}]") for h, x in enumerate(lines)]
+        within = [cls.from_dict(x, f"{where}.bands[{i}]") for i, x in enumerate(bands)]
+        try:
+            given = _recipe_values(data)
+            checked = Recipe(**given)
+            values |= {name: getattr(checked, name) for name in given}
+            if "noise" in data:
+                values["noise"] = tuple(fields.get("noise", list))
+            layer = cls(heads=tuple(heads), bands=tuple(within), **values)
+            layer.recipe()  # checks the heads and the fields together
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error}") from None
         return layer
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """Which model settings were tuned for: `fingerprint(model)`."""
+def _recipe_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe; "mean" samples no rows, and a recipe refuses a number of them."""
+    unused = ("sample_rows",) if settings.get("predictor") == "mean" else ()
+    return {name: settings[name] for name in RECIPE_FIELDS if name in settings.keys() - unused}
 
-    architecture: str
-    shapes: Mapping[str, int]
-    weights: str
 
-    def differences(self, other: Fingerprint) -> list[str]:
-        """What is different in another model, in words; empty for the same."""
-        found = []
-        if self.architecture != other.architecture:
-            found.append(f"it is a {other.architecture}, not a {self.architecture}")
-        names = list(dict.fromkeys([*self.shapes, *other.shapes]))
-        for name in names:
-            mine, its = self.shapes.get(name), other.shapes.get(name)
-            if mine != its:
-                found.append(f"{name} is {its}, not {mine}")
-        if not found and self.weights and other.weights and self.weights != other.weights:
-            found.append(
-                "its weights are others (fine-tuned, quantized or cast to fp16, perhaps): "
-                f"{other.weights[:19]}…, not {self.weights[:19]}…"
-            )
-        return found
+def _noise_range(band: LayerSettings) -> tuple[float, float]:
+    noise: Any = band.noise
+    kinds = [type(number) for number in noise or ()]
+    if len(kinds) != 2 or not {*kinds} <= {int, float} or not 0.0 <= noise[0] < noise[1] <= 1.0:
+        raise ValueError(
+            f"noise of a band must be [low, high] with 0 <= low < high <= 1, got {noise!r}"
+        )
+    return noise[0], noise[1]
 
 
 @dataclass(frozen=True)
@@ -165,7 +204,7 @@ class Profile:
 
     layers: by the name of the attention module. default: the recipe of layers that were not tuned.
     bounds: `(l1, l2)` of the first filter and of both; l2 None: no second filter.
-    calibration: on what it was tuned, in words and numbers for people.
+    calibration: what it was tuned on, for people to read.
     """
 
     layers: Mapping[str, LayerSettings]
@@ -178,6 +217,17 @@ class Profile:
     machine: str = ""
     calibration: Mapping[str, Any] = field(default_factory=dict)
 
+    def named_settings(self) -> dict[str, LayerSettings]:
+        """The settings of every layer and noise band, by names for tables."""
+        named = {}
+        for name, layer in self.layers.items():
+            if layer.heads or not layer.bands:
+                named[name] = layer
+            for band in layer.bands:
+                low, high = _noise_range(band)
+                named[f"{name} [noise {low:g} to {high:g}]"] = band
+        return named
+
     @property
     def untuned(self) -> list[str]:
         return [name for name, layer in self.layers.items() if not layer.is_tuned]
@@ -189,12 +239,17 @@ class Profile:
         return sum(tuned) / len(tuned) if tuned else 1.0
 
     def recipe_for(
-        self, layer_name: str, heads: slice | Iterable[int] | None = None
+        self,
+        layer_name: str,
+        heads: slice | Iterable[int] | None = None,
+        *,
+        noise: float | None = None,
     ) -> Recipe | None:
         """The recipe of a layer by its whole name; None where it stays dense.
 
-        heads: indices in the whole model of the heads that are here, as a slice or in order, for
-        one rank of a tensor-parallel group; None is all of them.
+        heads: indices in the whole model of the heads wanted, as a slice or in order, for one rank
+        of a tensor-parallel group; None is all of them. noise: the noise level, 0 to 1, for
+        settings that have noise bands.
         """
         layer = self.layers.get(layer_name)
         if layer is None:
@@ -203,7 +258,8 @@ class Profile:
             raise ValueError(
                 f"the profile has no layer {layer_name!r}, and names must match exactly{hint}"
             )
-        if not layer.is_tuned:
+        layer = layer.at_noise(noise)
+        if not layer.heads:
             return self.default
         if heads is None:
             return layer.recipe()
@@ -216,7 +272,7 @@ class Profile:
         return layer.recipe(chosen)
 
     def mismatches(self, model: nn.Module) -> list[str]:
-        """Why this profile is not one for a model, in words; empty where it is."""
+        """Why this profile does not fit a model, one sentence each; empty where it fits."""
         reasons = self.model.differences(fingerprint(model))
         there = dict(model.named_modules())
         missing = [name for name in self.layers if name not in there]
@@ -234,8 +290,8 @@ class Profile:
             return
         message = f"this profile is not for the {type(model).__name__} given: {'; '.join(reasons)}"
         if not force or reasons[-1].startswith("it has no module"):
-            raise ValueError(f"{message}. Tune this model, or give force=True if you know better")
-        warnings.warn(f"{message}; used all the same, as asked", stacklevel=2)
+            raise ValueError(f"{message}. Tune this model, or give force=True to use it anyway")
+        warnings.warn(f"{message}; used anyway because of force=True", stacklevel=2)
 
     def to_dict(self) -> dict[str, Any]:
         model: dict[str, Any] = {"name": self.name} if self.name else {}
@@ -255,27 +311,30 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: Any) -> Profile:
-        if isinstance(data, Mapping) and data.get("format") != FORMAT:
+        if isinstance(data, Mapping) and data.get("format") not in READS:
             raise ValueError(_other_format(data.get("format")))
-        check_document(data, SCHEMA)
-        model = data["model"]
+        names = ("format", "sparge", "date", "machine", "model", "bounds", "calibration")
+        fields = Fields(data, "", (*names, "default", "layers"), what="the profile")
+        bounds = Fields(fields.get("bounds"), "bounds", ("l1", "l2"), what="bounds")
+        model = fields.get("model", dict)
+        layers = fields.get("layers", dict)
         try:
-            default = Recipe.from_dict(data["default"])
+            default = Recipe.from_dict(fields.get("default"))
         except (ValueError, TypeError) as error:
             raise ValueError(f"default: {error}") from None
         return cls(
             layers={
                 name: LayerSettings.from_dict(layer, where=f"layers[{name!r}]")
-                for name, layer in data["layers"].items()
+                for name, layer in layers.items()
             },
-            model=Fingerprint(model["architecture"], dict(model["shapes"]), model["weights"]),
-            bounds=(data["bounds"]["l1"], data["bounds"]["l2"]),
+            model=Fingerprint.from_dict(model),
+            bounds=(bounds.number("l1", above=0), bounds.number("l2", above=0, null=True)),
             default=default,
-            name=model.get("name", ""),
-            version=data.get("sparge", ""),
-            date=data.get("date", ""),
-            machine=data.get("machine", ""),
-            calibration=dict(data.get("calibration", {})),
+            name=Fields(model, "model", tuple(model), what="model").get("name", str, ""),
+            version=fields.get("sparge", str, ""),
+            date=fields.get("date", str, ""),
+            machine=fields.get("machine", str, ""),
+            calibration=fields.get("calibration", dict, {}),
         )
 
     def to_json(self) -> str:
@@ -300,57 +359,17 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a file of format 1 or 2; ValueError says what is wrong with it, and where."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except ValueError as error:  # of JSON, UTF-8 or the schema
-            why = f"it is damaged ({error})" if _is_damage(error) else str(error)
-            raise ValueError(f"{os.fspath(path)} is not a usable profile: {why}") from None
-
-
-def fingerprint(model: nn.Module) -> Fingerprint:
-    """Architecture, shapes and a digest of the weights; takes well under a second.
-
-    The digest is SHA-256 over every parameter in order of name: its name, its shape and 16 of its
-    numbers, evenly spaced, rounded to bf16. So the same weights in fp32 and bf16 have one digest;
-    a change that misses all samples, or is smaller than bf16, is not seen. It is empty where the
-    numbers are not here: on the meta device, or spread over a tensor-parallel group.
-    """
-    config = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    config = get_text_config() if callable(get_text_config) else config
-    shapes = {
-        name: number
-        for name, field_name in _SHAPES.items()
-        if isinstance(number := getattr(config, field_name, None), int)
-    }
-    if not shapes:
-        shapes = {"parameters": sum(p.numel() for p in model.parameters())}
-    return Fingerprint(type(model).__name__, shapes, _digest(model))
-
-
-def _digest(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    with torch.no_grad():
-        for name, weight in sorted(model.named_parameters()):
-            # A subclass (DTensor, a quantized weight) holds a part, or no plain numbers.
-            if weight.is_meta or type(weight.data) is not Tensor:
-                return ""
-            flat = weight.detach().reshape(-1)
-            n = min(SAMPLES, flat.numel())
-            at = torch.arange(n) * (flat.numel() - 1) // max(n - 1, 1)
-            numbers = flat[at.to(flat.device)].to(torch.bfloat16).cpu().view(torch.int16)
-            digest.update(f"{name}{list(weight.shape)}{numbers.tolist()}\n".encode())
-    return f"sha256:{digest.hexdigest()}"
+            return cls.from_dict(parse_json(read_json_text(path), "it is damaged: the file"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)} is not a usable profile: {error}") from None
 
 
 def _other_format(came: Any) -> str:
     if isinstance(came, str) and came.startswith(f"{FAMILY}/"):
         return (
-            f"its format is {came!r} and this sparge reads {FORMAT!r}; it was written by another "
-            "version: upgrade sparge, or tune again"
+            f"its format is {came!r} and this sparge reads {' and '.join(READS)}; another version "
+            "wrote it: upgrade sparge, or tune again"
         )
     return f"its format is {came!r}, needed is {FORMAT!r}; sparge tune writes one"
-
-
-def _is_damage(error: ValueError) -> bool:
-    return isinstance(error, json.JSONDecodeError | UnicodeDecodeError)

@@ -1,8 +1,8 @@
-"""NOUN what the user wants: how much to keep, how it is predicted, the precision, what is safe.
+"""NOUN what the user wants: how much to keep, how to predict it, the precision, what is protected.
 
 A recipe is frozen, compares by value, prints itself, and goes to JSON and back without loss.
 `mass`, `fraction`, `max_error`, `min_similarity` and `pv_skip` are one number for all heads or one
-per head.
+per head. A field that would do nothing in its combination is refused.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import math
 import operator
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, cast
+
+from .support.json_text import parse_json, read_json_text, short
 
 PREDICTORS = ("mean", "rows", "blend")
 PRECISIONS = ("int8", "int8-fast", "half", "exact")
 QUANTIZED = ("int8", "int8-fast")
+SAMPLE_ROWS = 4
 
 PerHead = float | tuple[float, ...]
 PerHeadOrOff = float | tuple[float | None, ...] | None
@@ -25,29 +29,34 @@ PerHeadOrOff = float | tuple[float | None, ...] | None
 
 def _numbers(value: Any, what: str) -> Any:
     """A float, or a tuple of floats for one per head; None inside stays None."""
-    if value is None or isinstance(value, bool | str):
-        if value is None:
-            return None
-        raise TypeError(f"{what} must be a number or one number per head, got {value!r}")
     if hasattr(value, "tolist"):
-        return _numbers(value.tolist(), what)
+        value = value.tolist()
     if isinstance(value, set | frozenset | Mapping):
         raise TypeError(
             f"{what} must be a number or one per head in order, got a {type(value).__name__}"
         )
-    if isinstance(value, Iterable):
-        numbers = tuple(_numbers(item, what) for item in value)
-        if not numbers or any(isinstance(item, tuple) for item in numbers):
-            raise ValueError(f"{what} must be a number or a flat list, one per head; got {value!r}")
-        return numbers
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        return _number(value, what)
+    items = tuple(x.tolist() if hasattr(x, "tolist") else x for x in value)
+    if not items or any(isinstance(x, Iterable) and not isinstance(x, str) for x in items):
+        raise ValueError(
+            f"{what} must be a number or a flat list, one per head; got {short(items)}"
+        )
+    return tuple(_number(item, what) for item in items)
+
+
+def _number(value: Any, what: str) -> float | None:
+    if value is None:
+        return None
+    needed = f"{what} must be a number or one number per head"
+    if isinstance(value, bool | str):
+        raise TypeError(f"{needed}, got {value!r}")
     try:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError):
-        raise TypeError(
-            f"{what} must be a number or one number per head, got {type(value).__name__}"
-        ) from None
+        raise TypeError(f"{needed}, got {type(value).__name__}") from None
 
 
 def _check_each(value: Any, what: str, needed: str, ok: Any, *, none_is: str = "") -> Any:
@@ -92,8 +101,8 @@ class KeepFraction:
 class KeepError:
     """Keep as few key blocks as a relative L1 error of `max_error` allows, measured in every call.
 
-    Predictor `"blend"` only. No tuning: each head starts at mass `1 - max_error`, and keeps more or
-    fewer by what skipping does to rows that the prediction has not seen.
+    Predictor `"blend"` only. No tuning is needed: each head starts at mass `1 - max_error`, and
+    keeps more or fewer by the error measured on rows that the prediction has not seen.
     """
 
     max_error: PerHead = 0.05
@@ -114,6 +123,7 @@ class KeepAll:
 
 
 Keep = KeepMass | KeepFraction | KeepError | KeepAll
+_KEEPS: dict[str, Any] = {"mass": KeepMass, "fraction": KeepFraction, "error": KeepError}
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,9 @@ class Recipe:
     """How one attention call is made sparse and in what precision it runs.
 
     keep: `KeepMass`, `KeepFraction`, `KeepError` or `KeepAll`.
-    predictor: `"mean"` (pooled tokens), `"rows"` (a few exact rows) or `"blend"` (both).
+    predictor: `"mean"` (pooled tokens), `"rows"` (a few exact rows) or `"blend"` (both). `KeepAll`
+    predicts nothing, so it takes neither another predictor than the default nor the settings of
+    one; blocks that are always kept may be named with it, since it keeps them.
     min_similarity: `"mean"` only; blocks less self-similar than this are always computed.
     pv_skip: second filter; a row group skips a block this far (natural log) below its maximum.
     precision: `"int8"`, `"int8-fast"`, `"half"` or `"exact"`.
@@ -130,7 +142,7 @@ class Recipe:
     is 1 in a causal call, whose sampled rows cannot see what the first rows have just before them,
     and 0 in others.
     protect: token ranges `(start, stop)`, sliced like Python, kept as keys and as queries.
-    sample_rows: how many rows of each query block `"rows"` and `"blend"` score exactly.
+    sample_rows: `"rows"` and `"blend"` only; rows of each query block that they score exactly.
     """
 
     keep: Keep = KeepMass()
@@ -141,7 +153,7 @@ class Recipe:
     sink_blocks: int = 1
     local_blocks: int | None = None
     protect: tuple[tuple[int, int | None], ...] = ()
-    sample_rows: int = 4
+    sample_rows: int = SAMPLE_ROWS
 
     def __post_init__(self) -> None:
         if not isinstance(self.keep, KeepMass | KeepFraction | KeepError | KeepAll):
@@ -150,11 +162,6 @@ class Recipe:
                 "for a number write KeepMass(number)"
             )
         _one_of("predictor", self.predictor, PREDICTORS)
-        if isinstance(self.keep, KeepError) and self.predictor != "blend":
-            raise ValueError(
-                f"KeepError needs predictor 'blend', whose mass says what an error costs; got "
-                f"{self.predictor!r}; leave predictor out, or use KeepMass"
-            )
         _one_of("precision", self.precision, PRECISIONS)
         similarity = _check_each(
             self.min_similarity,
@@ -163,11 +170,6 @@ class Recipe:
             lambda s: -1.0 <= s <= 1.0,
             none_is="no judge",
         )
-        if similarity is not None and self.predictor != "mean":
-            raise ValueError(
-                f"min_similarity judges pooled tokens and predictor {self.predictor!r} has no "
-                "judge; use predictor='mean' or leave min_similarity=None"
-            )
         pv_skip = _check_each(
             self.pv_skip,
             "pv_skip",
@@ -185,12 +187,63 @@ class Recipe:
         object.__setattr__(self, "min_similarity", similarity)
         object.__setattr__(self, "pv_skip", pv_skip)
         object.__setattr__(self, "protect", _ranges(self.protect))
+        self._refuse_idle_fields()
         # Kept ready, because a compiled graph can read a string but not make JSON.
         object.__setattr__(self, "_json", json.dumps(self.to_dict()))
+
+    def _refuse_idle_fields(self) -> None:
+        """Refuse a field that nothing in this recipe reads."""
+        mean, everything = self.predictor == "mean", isinstance(self.keep, KeepAll)
+        if isinstance(self.keep, KeepError) and self.predictor != "blend":
+            raise ValueError(
+                f"predictor must be 'blend' with KeepError, got {self.predictor!r}; leave "
+                "predictor out, or use KeepMass"
+            )
+        for name, default in (
+            ("predictor", "blend"),
+            ("min_similarity", None),
+            ("sample_rows", SAMPLE_ROWS),
+        ):
+            if everything and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} must be left out with KeepAll, which predicts nothing; got "
+                    f"{getattr(self, name)!r}"
+                )
+        if self.min_similarity is not None and not mean:
+            raise ValueError(
+                f"min_similarity judges pooled tokens and predictor {self.predictor!r} has no "
+                "judge; use predictor='mean' or leave min_similarity=None"
+            )
+        if self.sample_rows != SAMPLE_ROWS and mean:
+            raise ValueError(
+                f"sample_rows must be left out with predictor 'mean', which samples no rows; got "
+                f"{self.sample_rows}; use predictor='blend' or 'rows'"
+            )
 
     def window(self, is_causal: bool) -> int:
         """`local_blocks` as a number."""
         return int(is_causal) if self.local_blocks is None else self.local_blocks
+
+    def heads(self, start: int, stop: int) -> Recipe:
+        """The recipe of query heads `start` to `stop - 1`, for one tensor-parallel rank.
+
+        Numbers given per head are sliced; one number for all heads stays.
+        """
+        start, stop = _whole("start", start, 0, None), _whole("stop", stop, 1, None)
+        if start >= stop:
+            raise ValueError(f"stop must be greater than start, got heads {start} to {stop}")
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, tuple) and stop > len(value):
+                raise ValueError(
+                    f"stop must be at most {len(value)}, the number of heads in this recipe; got "
+                    f"{stop}"
+                )
+            return value[start:stop] if isinstance(value, tuple) else value
+
+        keep = replace(self.keep, **{name: cut(value) for name, value in vars(self.keep).items()})
+        similarity, pv_skip = cut(self.min_similarity), cut(self.pv_skip)
+        return replace(self, keep=keep, min_similarity=similarity, pv_skip=pv_skip)
 
     @property
     def quantized(self) -> bool:
@@ -221,11 +274,12 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"a recipe must be valid JSON: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(parse_json(text, "a recipe"))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Recipe:
+        """Read a recipe's JSON file; refuses what is not a regular file, or is too large."""
+        return cls.from_json(read_json_text(path))
 
 
 @lru_cache(maxsize=256)
@@ -281,28 +335,22 @@ def _plain(value: Any) -> Any:
 
 
 def _keep_to_dict(keep: Keep) -> Any:
-    if isinstance(keep, KeepMass):
-        return {"mass": _plain(keep.mass)}
-    if isinstance(keep, KeepFraction):
-        return {"fraction": _plain(keep.fraction)}
-    if isinstance(keep, KeepError):
-        return {"error": _plain(keep.max_error)}
+    for name, kind in _KEEPS.items():
+        if isinstance(keep, kind):
+            (value,) = vars(keep).values()
+            return {name: _plain(value)}
     return "all"
 
 
 def _keep_from_dict(data: Any) -> Keep:
     if data == "all":
         return KeepAll()
-    if isinstance(data, dict) and list(data) == ["mass"]:
-        return KeepMass(data["mass"])
-    if isinstance(data, dict) and list(data) == ["fraction"]:
-        return KeepFraction(data["fraction"])
-    if isinstance(data, dict) and list(data) == ["error"]:
-        return KeepError(data["error"])
-    raise ValueError(
-        'keep must be "all", {"mass": ...}, {"fraction": ...} or {"error": ...}; '
-        f"got {data!r}"
-    )
+    if isinstance(data, dict) and len(data) == 1:
+        ((name, value),) = data.items()
+        if name in _KEEPS:
+            return _KEEPS[name](value)
+    names = " or ".join(f'{{"{name}": ...}}' for name in _KEEPS)
+    raise ValueError(f'keep must be "all" or {names}; got {short(data)}')
 
 
 DEFAULT = Recipe()

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make_trace(args: argparse.Namespace, directory: Path) -> Trace:
     from .. import zoo
-    from ..tune.calibration import calibration_windows
+    from ..tune.tuning_windows import calibration_windows
 
     model, tokenizer = zoo.load(args.model, dtype=DTYPES.get(args.dtype))
     names = args.text or ["essays"]

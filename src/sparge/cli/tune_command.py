@@ -15,7 +15,7 @@ from ..profile import Profile
 from ..recipe import DEFAULT
 from ..tune import PRESETS, Trace, bounds_of, tune
 from ..tune.presets import check_bounds
-from ..tune.trace import MANIFEST
+from ..tune.trace_directory import MANIFEST
 from . import INTERRUPTED, OK
 from .arguments import MODEL_HELP, add_json, check_directory, check_file, read_recipe
 from .profile_command import layers_table

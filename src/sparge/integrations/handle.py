@@ -1,43 +1,23 @@
-"""`sparge.accelerate` for transformers: one model is changed, and can be put back.
-
-The configs of the model are replaced by copies first, because other models may share them; the
-implementation's name is set on the copies, and each attention module gets a `Site`.
-"""
+"""The handle of an accelerated model: its report, its context, and the way back."""
 
 from __future__ import annotations
 
-import copy
-import logging
-import os
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..check import check_recipe
-from ..dispatch import AUTO, DENSE, backends
-from ..errors import Unsupported
-from ..profile import Profile
-from ..recipe import DEFAULT, Recipe
-from . import transformers as adapter
-from .parts import (
-    NO_INTERFACE,
-    attention_modules,
-    chosen_of,
-    heads_of_module,
-    left_alone_of,
-    model_of,
-    named,
-)
+from ..recipe import Recipe
+from .adapters import Found
+from .context import Context, inside
 from .report import Report
-from .sites import Site, Tap
+from .site import SITE, Site, Tap, site_of
 
 _HANDLE = "_sparge_handle"
-
-Implementations = list[tuple[PreTrainedConfig, str | None]]
+_numbers = itertools.count()
 
 
 class Handle:
@@ -48,24 +28,38 @@ class Handle:
 
     def __init__(
         self,
-        model: nn.Module,
+        found: Found,
         recipe: Recipe | None,
-        sites: list[tuple[nn.Module, Site]],
-        implementations: Implementations,
-        left_alone: dict[str, str],
+        sites: dict[str, Site],
+        undo: Callable[[], None],
     ) -> None:
-        self.model, self.recipe, self.left_alone = model, recipe, left_alone
-        self._sites, self._implementations = sites, implementations
+        self.model, self.recipe, self.left_alone = found.model, recipe, dict(found.left_alone)
+        self._sites = [(found.modules[name], site) for name, site in sites.items()]
+        self._undo = undo
         self.active = True
+        for module, site in self._sites:
+            setattr(module, SITE, site)
+            site.open()
         self._hold()
+        setattr(self.model, _HANDLE, self)  # it lives as long as the model
 
     def _hold(self) -> None:
+        self._number = next(_numbers)
         for _, site in self._sites:
-            site.holder = weakref.ref(self)
+            site.holder, site.handle_number = weakref.ref(self), self._number
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._hold()
+
+    def context(
+        self, *, noise_level: float | None = None, step: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Set what recipes that depend on a context see, inside a `with` block.
+
+        It holds for this handle, in this thread or task. Outside of any block both are None.
+        """
+        return inside(self._number, Context(noise_level, step))
 
     def report(self) -> Report:
         """What ran in every attention module since the start or the last `reset()`."""
@@ -73,12 +67,12 @@ class Handle:
         return Report(layers, self.recipe, dict(self.left_alone))
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Set all counts to zero."""
         for _, site in self._sites:
             site.reset()
 
     def tap(self, name: str, callback: Tap | None) -> None:
-        """Let a function see the tensors of a layer's calls of `sparge.attention`; None ends it."""
+        """Call a function with the tensors of a layer's `sparge.attention` calls; None ends it."""
         sites = {site.name: site for _, site in self._sites}
         if name not in sites:
             some = ", ".join(list(sites)[:3])
@@ -90,13 +84,16 @@ class Handle:
         if not self.active:
             return
         self.active = False
-        _give_back(self._implementations)
+        self._undo()
         for module, site in self._sites:
             site.close()
-            if vars(module).get(adapter.SITE) is site:
-                delattr(module, adapter.SITE)
+            if site_of(module) is site:
+                delattr(module, SITE)
         if vars(self.model).get(_HANDLE) is self:
             delattr(self.model, _HANDLE)
+
+    def covers_only(self, modules: Iterable[nn.Module]) -> bool:
+        return {id(module) for module, _ in self._sites} <= {id(module) for module in modules}
 
     def __enter__(self) -> Handle:
         return self
@@ -109,170 +106,15 @@ class Handle:
         return f"<sparge on {type(self.model).__name__}: {len(self._sites)} layers, {state}>"
 
 
-def accelerate_transformers(
-    model: Any,
-    recipe: Recipe | None,
-    *,
-    profile: Any | str | os.PathLike[str] | None,
-    backend: str,
-    layers: Iterable[str] | Callable[[str], bool] | None,
-    measure_error: bool,
-    force: bool,
-) -> Handle:
-    model = model_of(model)
-    if recipe is not None and profile is not None:
-        raise ValueError("give a recipe or a profile, not both; a profile has a recipe per layer")
-    check_backend(backend)
-    left_alone = left_alone_of(model)
-    names = attention_modules(model, left_alone)
-    if not names:
-        raise Unsupported(
-            f"{type(model).__name__} has no attention that can be given another:",
-            named(left_alone, model) or {type(model).__name__: NO_INTERFACE},
-            "call sparge.attention from the model's own code",
-        )
-    wanted = chosen_of(names, layers)
-    asked_for = {name: module for name, module in names.items() if name in wanted}
-    recipes = _recipes_of(model, asked_for, recipe, profile, force=force)
-    for old in _replaced(names):
-        old.remove()
-    implementations = _take_over(model, names, left_alone)
-    sites = []
-    for name, module in names.items():
-        asked = name in wanted
-        site = Site(
-            name,
-            recipes[name] if asked else None,
-            own=_own_of(module, implementations),
-            eager=adapter.eager_of(module),
-            backend=backend,
-            measure_error=measure_error,
-            left_out="the profile leaves this layer dense" if asked else "not among `layers`",
-        )
-        setattr(module, adapter.SITE, site)
-        site.open()
-        sites.append((module, site))
-    one = None if profile is not None else recipe or DEFAULT
-    handle = Handle(model, one, sites, implementations, named(left_alone, model))
-    setattr(model, _HANDLE, handle)  # it lives as long as the model
-    return handle
-
-
-def check_backend(backend: str) -> None:
-    known = (AUTO, DENSE, *(each.name for each in backends()))
-    if backend not in known:
-        raise ValueError(f"unknown backend {backend!r}; there are {', '.join(known)}")
-
-
-def _replaced(names: dict[str, nn.Module]) -> list[Handle]:
+def replaced_handles(found: Found) -> list[Handle]:
     """The handles that a new one for these modules takes the place of."""
-    sites = [vars(module).get(adapter.SITE) for module in names.values()]
+    sites = [site_of(module) for module in found.modules.values()]
     holders = [site.holder() for site in sites if site is not None and site.holder is not None]
-    handles = list({id(each): each for each in holders if each is not None}.values())
+    handles: list[Handle] = list({id(each): each for each in holders if each is not None}.values())
     for handle in handles:
-        if not {id(module) for module, _ in handle._sites} <= {id(m) for m in names.values()}:
+        if not handle.covers_only(found.modules.values()):
             raise ValueError(
                 f"{handle!r} covers more than this part of the model; remove() it first, or choose "
                 "by `layers` on the whole"
             )
     return handles
-
-
-def _recipes_of(
-    model: nn.Module,
-    names: dict[str, nn.Module],
-    recipe: Recipe | None,
-    profile: Any,
-    *,
-    force: bool,
-) -> dict[str, Recipe | None]:
-    if profile is not None:
-        tuned = Profile.load(profile) if isinstance(profile, str | os.PathLike) else profile
-        if not isinstance(tuned, Profile):
-            raise TypeError(
-                f"profile must be a sparge.Profile or its file, got {type(profile).__name__}"
-            )
-        tuned.check(model, force=force)
-        return {name: tuned.recipe_for(name) for name in names}
-    chosen: Any = DEFAULT if recipe is None else recipe
-    if not isinstance(chosen, Recipe):
-        check_recipe(chosen, 1)  # which says what is wrong with it
-    for name, module in names.items():
-        heads = heads_of_module(module)
-        if heads is not None:  # otherwise the first call says it
-            try:
-                check_recipe(chosen, heads)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-    return dict.fromkeys(names, chosen)
-
-
-def _take_over(
-    model: nn.Module, names: dict[str, nn.Module], left_alone: dict[str, str]
-) -> Implementations:
-    """Own copies of all configs with our name set, and what stood there before."""
-    memo: dict[int, Any] = {}
-    configs: dict[int, PreTrainedConfig] = {}
-    for module in model.modules():
-        for attribute, value in list(vars(module).items()):
-            if isinstance(value, PreTrainedConfig):
-                own = copy.deepcopy(value, memo)
-                setattr(module, attribute, own)
-                for each in _with_parts(own):
-                    configs[id(each)] = each
-    before = [(config, _before(config, names.values())) for config in configs.values()]
-    try:
-        with _without_warnings():
-            for name, part in model.named_modules():
-                if isinstance(part, PreTrainedModel) and name not in left_alone:
-                    part.set_attn_implementation(adapter.NAME)
-        for module in names.values():  # attention outside of any transformers model
-            module.config._attn_implementation_internal = adapter.NAME  # type: ignore[union-attr]
-    except BaseException:
-        _give_back(before)
-        raise
-    return before
-
-
-def _give_back(implementations: Implementations) -> None:
-    for config, implementation in implementations:
-        if config._attn_implementation == adapter.NAME:  # otherwise it was changed since, by choice
-            config._attn_implementation_internal = implementation
-
-
-def _before(config: PreTrainedConfig, modules: Iterable[nn.Module]) -> str | None:
-    """What a config says; of a part copied out of an accelerated model, what it said once."""
-    name: str | None = config._attn_implementation
-    if name == adapter.NAME:
-        for module in modules:
-            site = vars(module).get(adapter.SITE)
-            if site is not None and getattr(module, "config", None) is config:
-                return str(site.own)
-    return name
-
-
-def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    yield config
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if isinstance(part, PreTrainedConfig):
-            yield from _with_parts(part)
-
-
-def _own_of(module: nn.Module, before: Implementations) -> str:
-    """The implementation that a module had; others than eager and SDPA have masks of their own."""
-    mine = getattr(module, "config", None)
-    name = next((name for config, name in before if config is mine), None)
-    return name if name in (adapter.EAGER, adapter.SDPA) else adapter.own_by_class(type(mine))
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Parts that cannot change are in the report; transformers need not say it on the console."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

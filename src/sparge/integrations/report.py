@@ -1,20 +1,98 @@
-"""What an accelerated model did, layer by layer: `handle.report()`."""
+"""What an accelerated model did, layer by layer: `handle.report()`.
+
+density         kept / allowed blocks over all attention calls; a call that ran dense, or the
+                model's own attention, keeps all of its blocks
+sparse_density  the same over the calls that ran sparse; of the model, the mean over the layers
+                that have any
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..recipe import Recipe
-from .sites import LayerReport
+
+OWN = "own attention"
+
+
+@dataclass(frozen=True)
+class RecipeReport:
+    """The calls of a layer with one recipe, and their blocks; dense calls included."""
+
+    recipe: Recipe
+    calls: int
+    kept: int
+    allowed: int
+
+    @property
+    def density(self) -> float:
+        return self.kept / self.allowed if self.allowed else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "recipe": self.recipe.to_dict(), "density": self.density}
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What ran in one attention module since the start or the last `reset()`.
+
+    ran: how often each way ran. fallbacks: why calls went to dense or to the model's own attention.
+    kept, allowed: blocks over all calls. density_by_head, pv_skipped: over the calls that ran
+    sparse; empty and 0 without any. error_by_head: mean relative L1 against exact attention, where
+    it was measured. seconds: time in attention; on a GPU, the model's own attention is only
+    launched in it. recipe: None for a layer left out, or whose recipe depends on the context;
+    by_recipe has one entry for each recipe that ran. estimated: calls whose backend was chosen by
+    the built-in cost estimate.
+    """
+
+    name: str
+    calls: int
+    ran: dict[str, int]
+    kept: int
+    allowed: int
+    sparse_density: float
+    density_by_head: tuple[float, ...]
+    pv_skipped: float
+    error_by_head: tuple[float, ...] | None
+    seconds: float
+    fallbacks: dict[str, int]
+    recipe: Recipe | None
+    by_recipe: tuple[RecipeReport, ...]
+    estimated: int
+
+    @property
+    def density(self) -> float:
+        return self.kept / self.allowed if self.allowed else 1.0
+
+    @property
+    def error(self) -> float | None:
+        return _mean(self.error_by_head or ())
+
+    @property
+    def sparse_calls(self) -> int:
+        return sum(n for way, n in self.ran.items() if way not in (OWN, "dense"))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "density": self.density,
+            "density_by_head": list(self.density_by_head),
+            "error_by_head": None if self.error_by_head is None else list(self.error_by_head),
+            "error": self.error,
+            "recipe": None if self.recipe is None else self.recipe.to_dict(),
+            "by_recipe": [each.to_dict() for each in self.by_recipe],
+        }
 
 
 @dataclass(frozen=True)
 class Report:
     """One report of the whole model; `str()` is a table, `to_dict()` is plain JSON.
 
-    left_alone: parts of the model that do not honour the attention interface, and why.
+    recipe: the one of all layers; None with a profile or a function of the context.
+    left_alone: parts of the model that keep their own attention, and why.
     """
 
     layers: tuple[LayerReport, ...]
@@ -23,15 +101,20 @@ class Report:
 
     @property
     def density(self) -> float:
-        """Mean over the layers that ran sparse; 1 where none did."""
-        each = [layer.density for layer in self.layers if layer.density_by_head]
-        return sum(each) / len(each) if each else 1.0
+        """Kept / allowed blocks over all calls; dense and own attention keep all of theirs."""
+        allowed = sum(layer.allowed for layer in self.layers)
+        return sum(layer.kept for layer in self.layers) / allowed if allowed else 1.0
+
+    @property
+    def sparse_density(self) -> float:
+        """Mean over the layers that ran sparse, of those calls; 1 where none did."""
+        each = _mean([layer.sparse_density for layer in self.layers if layer.density_by_head])
+        return 1.0 if each is None else each
 
     @property
     def error(self) -> float | None:
         """Mean over the layers whose error was measured."""
-        each = [layer.error for layer in self.layers if layer.error is not None]
-        return sum(each) / len(each) if each else None
+        return _mean([layer.error for layer in self.layers if layer.error is not None])
 
     @property
     def seconds(self) -> float:
@@ -47,9 +130,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "format": "sparge.report/1",
+            "format": "sparge.report/2",
             "recipe": None if self.recipe is None else self.recipe.to_dict(),
             "density": self.density,
+            "sparse_density": self.sparse_density,
             "error": self.error,
             "seconds": self.seconds,
             "fallbacks": self.fallbacks,
@@ -66,6 +150,12 @@ class Report:
             f"{len(self.layers)} layers, density {self.density:.3f}{error}, "
             f"{self.seconds:.2f} s in attention"
         )
+        estimated = sum(layer.estimated for layer in self.layers)
+        if estimated:
+            lines.append(
+                f"  {estimated} calls were routed by the built-in cost estimate, not by a "
+                "measurement of this machine; see `sparge doctor`"
+            )
         lines += [f"  not sparse {n}x: {reason}" for reason, n in self.fallbacks.items()]
         lines += [f"  left alone: {name}: {why}" for name, why in self.left_alone.items()]
         return "\n".join(lines)
@@ -76,8 +166,12 @@ def _line(layer: LayerReport, width: int) -> str:
     spread = f"{min(heads):.2f} to {max(heads):.2f}" if heads else "-"
     error = "-" if layer.error is None else f"{layer.error:.4f}"
     ran = ", ".join(f"{way} {n}x" for way, n in layer.ran.items()) or "nothing"
-    density = f"{layer.density:.3f}" if heads else "-"
+    density = f"{layer.density:.3f}" if layer.calls else "-"
     return (
         f"{layer.name:{width}}  {layer.calls:5d}  {density:>7}  {spread:12}  "
         f"{layer.pv_skipped:10.3f}  {error:6}  {ran}"
     )
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None

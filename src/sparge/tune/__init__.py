@@ -6,9 +6,9 @@ profile.save("model.json")
 """
 
 from .capture import Capture, captures_of
+from .model_tracer import trace_model
 from .presets import PRESETS, bounds_of
-from .trace import Trace
-from .tracing import trace_model
+from .trace_directory import Trace
 from .tuner import tune, tune_head_settings
 
 __all__ = [

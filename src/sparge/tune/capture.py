@@ -1,8 +1,8 @@
-"""NOUN what is kept of one attention call for tuning: all keys and values, some query blocks.
+"""NOUN what tuning keeps of one attention call: all keys and values, some query blocks.
 
-Query blocks are kept whole, because prediction reads statistics of whole blocks; keys are kept
-whole, because smoothing and prediction read all of them. So a kept block, run at its own place
-in the sequence (`tokens`), is the very block of the whole call, bit for bit.
+Query blocks are kept whole, because prediction reads statistics of whole blocks; all keys are
+kept, because smoothing and prediction read them. So a kept block, run at its own place in the
+sequence (`tokens`), gives the rows of the whole call, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Capture:
     """One call of one sequence.
 
     query `[1, Hq, rows, D]`: the kept blocks one behind another; key, value `[1, Hk, Lk, …]`.
-    starts: the first row of each kept block in the call's Lq queries, ascending.
+    starts: the first row of each kept block in the whole call, ascending.
+    offset: query row i of the whole call stands at key position `i + offset`.
     attn_mask: `[1, 1|Hq, 1|rows, 1|Lk]`, the rows of the kept blocks; None without one.
     """
 
@@ -34,10 +35,9 @@ class Capture:
     key: Tensor
     value: Tensor
     starts: tuple[int, ...]
-    Lq: int
     scale: float
     is_causal: bool = False
-    causal_align: str = "top_left"
+    offset: int = 0
     attn_mask: Tensor | None = None
 
     @property
@@ -56,11 +56,10 @@ class Capture:
     def tokens(self, i: int) -> TokenMask:
         """What block i may attend, at its place in the whole call."""
         rows = self.rows(i)
-        offset = self.starts[i] + diagonal_offset(self.Lq, self.key.shape[2], self.causal_align)
         mask = self.attn_mask
         mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows].contiguous()
-        length = rows.stop - rows.start
-        return TokenMask(length, self.key.shape[2], self.is_causal, offset, mask)
+        Lq, offset = rows.stop - rows.start, self.starts[i] + self.offset
+        return TokenMask(Lq, self.key.shape[2], self.is_causal, offset, mask)
 
     def head(self, h: int) -> Capture:
         """One query head alone."""
@@ -96,11 +95,12 @@ def captures_of(
 ) -> list[Capture]:
     """One capture for each sequence of the batch.
 
-    facts: the other arguments of `attention`, such as is_causal and scale. The tensors are copies.
+    facts: the other arguments of `attention`, such as is_causal and scale. Tensors are copied.
     """
     if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
         raise ValueError(f"blocks must be a whole number of at least 1, got {blocks!r}")
-    Lq, scale = query.shape[2], facts.get("scale")
+    Lq, Lk, scale = query.shape[2], key.shape[2], facts.get("scale")
+    offset = diagonal_offset(Lq, Lk, facts.get("causal_align", "top_left"))
     chosen = [block_range(i, BLOCK_Q, Lq) for i in sampled_blocks(Lq, blocks)]
     at = torch.cat([torch.arange(rows.start, rows.stop) for rows in chosen]).to(query.device)
     mask = as_4d(facts.get("attn_mask"))
@@ -115,10 +115,9 @@ def captures_of(
                 key=key[b : b + 1].detach().clone(),
                 value=value[b : b + 1].detach().clone(),
                 starts=tuple(rows.start for rows in chosen),
-                Lq=Lq,
                 scale=float(query.shape[3] ** -0.5 if scale is None else scale),
                 is_causal=bool(facts.get("is_causal", False)),
-                causal_align=str(facts.get("causal_align", "top_left")),
+                offset=offset,
                 attn_mask=None if own is None else own.detach().clone(),
             )
         )

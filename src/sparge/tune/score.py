@@ -1,11 +1,11 @@
-"""Score the kept query blocks of one head once, in pieces that serve every setting of the search.
+"""Score the kept query blocks of a head once, for every setting that the search tries.
 
 For each kept query block and key block j, with weights p of the run's own (8-bit) scores:
 
-    parts[j] = Σ_{k in j} p_k · v_k    [rows, Dv]        sums[j] = Σ_{k in j} p_k    [rows]
+    outputs[j] = Σ_{k in j} p_k · v_k    [rows, Dv]        sums[j] = Σ_{k in j} p_k    [rows]
 
-The output over any set of key blocks is Σ parts / Σ sums. What the run does beyond this (16-bit
-weights, its running maximum) is small; the settings that are found are run before they count.
+The output over any set of key blocks is Σ outputs / Σ sums. The kernels differ from this a little
+(16-bit weights, a running maximum), so the settings that are found are run before they count.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from ..qtensor import QTensor, working
 from ..recipe import Recipe
 from ..tokenmask import EXCLUDED
 from .capture import Capture
-from .pieces import exact_output, keys_seen, masked, prepare_capture
+from .captured_run import exact_output, keys_seen, masked, prepare_capture
 
 MOST_BYTES = 1 << 30
-"""Of what is held at once. Of one head, not every group of rows is scored beyond it; of a layer,
-heads are scored again when they are needed again."""
+"""Limit of what is held at once. A head above it is scored on fewer groups of rows; a layer above
+it has its heads scored again when they are needed again."""
 
 
 @dataclass(frozen=True)
-class Block:
+class ScoredBlock:
     """One kept query block of one head, over the `n` key blocks that it sees.
 
-    parts `[n, rows, Dv]`, sums and maxima (natural log) `[n, rows]`, truth `[rows, Dv]`.
+    outputs `[n, rows, Dv]`, sums and maxima (natural log) `[n, rows]`, truth `[rows, Dv]`.
     """
 
-    parts: Tensor
+    outputs: Tensor
     sums: Tensor
     maxima: Tensor
     truth: Tensor
 
-    def only(self, kept: Tensor) -> Block:
+    def only(self, kept: Tensor) -> ScoredBlock:
         """Over some of the key blocks."""
         kept = kept[: len(self.sums)]
-        return Block(self.parts[kept], self.sums[kept], self.maxima[kept], self.truth)
+        return ScoredBlock(self.outputs[kept], self.sums[kept], self.maxima[kept], self.truth)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What planning knows of one head's kept query blocks, `[blocks, n_k]` each.
+    """The planner's inputs for one head's kept query blocks, `[blocks, n_k]` each.
 
     mean: P̂ without a judge. rows: P̂ of the sampled rows. k_similarity `[n_k]`, q_similarity
     `[blocks]`.
@@ -74,16 +74,16 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class HeadView:
-    """Everything the search reads of one head and one input."""
+class ScoredHead:
+    """One head on one input, as the search reads it."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ScoredBlock, ...]
     prediction: Prediction
     right: float
     """Σ|truth| over all scored rows."""
 
 
-class Scorer:
+class CaptureScorer:
     """One capture, ready to be scored head by head."""
 
     def __init__(self, capture: Capture, recipe: Recipe, backend: Backend) -> None:
@@ -102,7 +102,7 @@ class Scorer:
         precision = "exact" if self.recipe.precision == "exact" else "half"
         return working(x, precision)[0]
 
-    def view(self, h: int, thin: int = 1) -> HeadView:
+    def score(self, h: int, thin: int = 1) -> ScoredHead:
         """One head; of the groups of rows every `thin`-th is scored."""
         blocks, rows = [], []
         for i in range(len(self.capture.starts)):
@@ -110,9 +110,9 @@ class Scorer:
             blocks.append(block)
             rows.append(mass)
         right = sum(float(block.truth.abs().sum(dtype=torch.float64)) for block in blocks)
-        return HeadView(tuple(blocks), self._prediction(h, torch.stack(rows)), right)
+        return ScoredHead(tuple(blocks), self._prediction(h, torch.stack(rows)), right)
 
-    def _block(self, h: int, i: int, thin: int) -> tuple[Block, Tensor]:
+    def _block(self, h: int, i: int, thin: int) -> tuple[ScoredBlock, Tensor]:
         """The block, and the mass that its sampled rows give to every key block `[n_k]`."""
         capture, tokens = self.capture, self.capture.tokens(i)
         rows, stop = capture.rows(i), keys_seen(tokens)
@@ -133,21 +133,20 @@ class Scorer:
         first = i % thin % n_blocks(len(sums), ROW_GROUP)
         chosen = (group % thin == first).nonzero().squeeze(1) if thin > 1 else slice(None)
         by_block = by_block[chosen]
-        parts = by_block.transpose(0, 1) @ cut(self.v[kv, :stop], -2, BLOCK_K)
+        outputs = by_block.transpose(0, 1) @ cut(self.v[kv, :stop], -2, BLOCK_K)
         maxima = cut(scores, -1, BLOCK_K, fill=-math.inf).amax(-1)[chosen]
         truth = self.exact[h, rows][chosen]
-        return Block(parts, sums[chosen].T.contiguous(), maxima.T.contiguous(), truth), whole_mass
+        return ScoredBlock(
+            outputs, sums[chosen].T.contiguous(), maxima.T.contiguous(), truth
+        ), whole_mass
 
     def _prediction(self, h: int, rows: Tensor) -> Prediction:
         kv = h // self.capture.group
         (q_pooled, q_similarity), (k_pooled, k_similarity) = self._statistics
-        n = rows.shape[0]
         may, forced = self._places(h)
-        trusted = may[None, None]
         pooled = q_pooled[:, h : h + 1], k_pooled[:, kv : kv + 1]
         Lk, scale = self.capture.key.shape[2], self.capture.scale
-        mean = predict_mean(*pooled, trusted, Lk=Lk, scale=scale)[0, 0]
-        assert mean.shape[0] == n
+        mean = predict_mean(*pooled, may[None, None], Lk=Lk, scale=scale)[0, 0]
         return Prediction(mean, rows.float(), may, forced, q_similarity[0, h], k_similarity[0, kv])
 
     @cached_property
@@ -172,19 +171,19 @@ def cut(x: Tensor, dim: int, block: int, *, fill: float = 0.0) -> Tensor:
     return in_blocks(x, dim, block, fill=fill)
 
 
-class Views:
-    """The heads of a layer as the search reads them, one view for each input.
+class LayerScorer:
+    """The heads of a layer on every input, held in memory as far as `MOST_BYTES` allows.
 
     scored: how often the whole layer was scored.
     """
 
-    def __init__(self, scorers: Sequence[Scorer]) -> None:
+    def __init__(self, scorers: Sequence[CaptureScorer]) -> None:
         self.scorers = scorers
         captures = [scorer.capture for scorer in scorers]
         sizes = [c.query.shape[2] * c.key.shape[2] * c.value.shape[3] for c in captures]
         of_a_head = 4 * sum(sizes) // BLOCK_K
         self.thin = min(max(1, -(-of_a_head // MOST_BYTES)), BLOCK_Q // ROW_GROUP)
-        self._held: dict[int, list[HeadView]] = {}
+        self._held: dict[int, list[ScoredHead]] = {}
         self._room = MOST_BYTES // of_a_head
         self._times = [0] * captures[0].Hq
 
@@ -192,11 +191,11 @@ class Views:
     def scored(self) -> int:
         return max(self._times)
 
-    def head(self, h: int) -> list[HeadView]:
+    def head(self, h: int) -> list[ScoredHead]:
         found = self._held.get(h)
         if found is None:
             self._times[h] += 1
-            found = [scorer.view(h, self.thin) for scorer in self.scorers]
+            found = [scorer.score(h, self.thin) for scorer in self.scorers]
             if len(self._held) < self._room:
                 self._held[h] = found
         return found

@@ -1,21 +1,22 @@
 """The search of one head: the sparsest setting whose error stays within a bound on every input.
 
-Settings are tried from the sparsest on, so that nothing is assumed of how the error changes with a
-setting. A setting is given up as soon as what it got wrong so far exceeds what the bound allows in
-all: most of them after a block or two of the first input.
+Settings are tried from the sparsest on, so nothing is assumed of how the error changes with a
+setting. A setting is dropped as soon as its error so far exceeds the bound for the whole input:
+most of them after a block or two of the first input.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..geometry import ROW_GROUP
-from .score import Block, HeadView, Prediction, cut
+from ..profile import HeadSettings
+from .score import Prediction, ScoredBlock, ScoredHead, cut
 
 MASSES = (
     *(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.54, 0.58, 0.62, 0.65, 0.68),
@@ -25,45 +26,12 @@ MASSES = (
 )
 SIMILARITIES = (None, *(i / 16 for i in range(1, 16)))
 """Below 0 the judge is off, so there is nothing to try there."""
-PV_SKIPS = (
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    3.0,
-    3.5,
-    4.0,
-    4.5,
-    5.0,
-    5.5,
-    6.0,
-    7.0,
-    8.0,
-    9.0,
-    10.0,
-    12.0,
-    15.0,
-)
+PV_SKIPS = (0.25, 0.5, 0.75, *(i / 2 for i in range(2, 13)), 7.0, 8.0, 9.0, 10.0, 12.0, 15.0)
 NO_GAIN = 0.95
 """A head that would keep more than this stays dense."""
 LEVELS = (1.0, 0.97, 0.93, 0.87, 0.75)
 """Of the bound: beside the sparsest setting, safer ones are found for when its run exceeds it."""
 AT_ONCE = 32
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What one head keeps; error, density and pv_skipped as the scores say."""
-
-    mass: float = 1.0
-    min_similarity: float | None = None
-    pv_skip: float | None = None
-    error: float = 0.0
-    density: float = 1.0
-    pv_skipped: float = 0.0
 
 
 def kept_sets(
@@ -92,12 +60,12 @@ def kept_sets(
     return ((chosen & trusted[:, :, None]) | always[:, :, None]) & may[:, None, None]
 
 
-def find_ladder(views: Sequence[HeadView], predictor: str, l1: float) -> list[Setting]:
-    """The sparsest setting whose error is at most l1 on every view, then safer ones; maybe none."""
+def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list[HeadSettings]:
+    """The sparsest setting whose error is at most l1 on every head, then safer ones; maybe none."""
     similarities = SIMILARITIES if predictor == "mean" else (None,)
     masses = torch.tensor(MASSES, dtype=torch.float64)
-    kept = [kept_sets(view.prediction, predictor, similarities, masses) for view in views]
-    allowed = sum(int(view.prediction.may.sum()) for view in views)
+    kept = [kept_sets(head.prediction, predictor, similarities, masses) for head in scored]
+    allowed = sum(int(head.prediction.may.sum()) for head in scored)
     counts = torch.stack([k.sum((0, 3)) for k in kept]).sum(0)
     density = (counts.double() / allowed).flatten()
     # Masses that keep the same are one setting; the largest stands for them, as the safest.
@@ -106,17 +74,17 @@ def find_ladder(views: Sequence[HeadView], predictor: str, l1: float) -> list[Se
     order = density.argsort(stable=True)
     order = order[last.flatten()[order] & (density[order] <= NO_GAIN)]
     flat = [k.flatten(1, 2) for k in kept]
-    ladder: list[Setting] = []
+    ladder: list[HeadSettings] = []
     levels = [level * l1 for level in LEVELS]
     for some in order.split(AT_ONCE):
-        fits, errors = within(views, [k[:, some] for k in flat], levels[0])
+        fits, errors = within(scored, [k[:, some] for k in flat], levels[0])
         for i, error in zip(some[fits].tolist(), errors.tolist(), strict=True):
             if not levels or error > levels[0]:
                 continue
             while levels and error <= levels[0]:
                 levels.pop(0)
             ladder.append(
-                Setting(
+                HeadSettings(
                     mass=MASSES[i % len(MASSES)],
                     min_similarity=similarities[i // len(MASSES)],
                     error=error,
@@ -129,25 +97,25 @@ def find_ladder(views: Sequence[HeadView], predictor: str, l1: float) -> list[Se
 
 
 def within(
-    views: Sequence[HeadView], kept: Sequence[Tensor], bound: float
+    scored: Sequence[ScoredHead], kept: Sequence[Tensor], bound: float
 ) -> tuple[Tensor, Tensor]:
-    """`(which, error)`: settings whose error is at most the bound on every view, and the largest.
+    """`(which, error)`: settings whose error is at most the bound on every head, and the largest.
 
-    kept `[blocks, settings, n_k]` for each view.
+    kept `[blocks, settings, n_k]` for each head.
     """
     alive = torch.arange(kept[0].shape[1], device=kept[0].device)
     worst = torch.zeros_like(alive, dtype=torch.float64)
-    for view, sets in zip(views, kept, strict=True):
+    for head, sets in zip(scored, kept, strict=True):
         wrong = torch.zeros_like(worst)
-        for block, own in zip(view.blocks, sets, strict=True):
+        for block, own in zip(head.blocks, sets, strict=True):
             if not len(alive):
                 return alive, worst
             chosen = own[alive, : len(block.sums)].to(block.sums.dtype)
-            wrong += _wrong(chosen @ block.parts.flatten(1), chosen @ block.sums, block.truth)
-            fits = wrong <= bound * view.right
+            wrong += _wrong(chosen @ block.outputs.flatten(1), chosen @ block.sums, block.truth)
+            fits = wrong <= bound * head.right
             alive, worst, wrong = alive[fits], worst[fits], wrong[fits]
         # A head that gives nothing at all has nothing to get wrong.
-        worst = torch.maximum(worst, wrong / view.right if view.right else wrong)
+        worst = torch.maximum(worst, wrong / head.right if head.right else wrong)
     return alive, worst
 
 
@@ -161,24 +129,24 @@ def _wrong(numerator: Tensor, denominator: Tensor, truth: Tensor) -> Tensor:
 
 
 def find_pv_ladder(
-    views: Sequence[HeadView], predictor: str, setting: Setting, l2: float
-) -> list[Setting]:
+    scored: Sequence[ScoredHead], predictor: str, setting: HeadSettings, l2: float
+) -> list[HeadSettings]:
     """The second filter on top of a setting: the most skipping within l2, then safer ones."""
-    device = views[0].prediction.may.device
+    device = scored[0].prediction.may.device
     errors, skipped = torch.zeros((2, len(PV_SKIPS)), dtype=torch.float64, device=device).unbind()
     groups = 0
     masses = torch.tensor([setting.mass], dtype=torch.float64)
-    for view in views:
-        kept = kept_sets(view.prediction, predictor, [setting.min_similarity], masses)[:, 0, 0]
+    for head in scored:
+        kept = kept_sets(head.prediction, predictor, [setting.min_similarity], masses)[:, 0, 0]
         wrong = torch.zeros_like(errors)
-        for block, own in zip(view.blocks, kept, strict=True):
+        for block, own in zip(head.blocks, kept, strict=True):
             block = block.only(own)
             skip = pv_skips(block.maxima, PV_SKIPS)
             wrong += _wrong_with_pv(block, skip)
             skipped += skip.sum((1, 2))
             groups += skip[0].numel()
-        errors = torch.maximum(errors, wrong / view.right if view.right else wrong)
-    ladder: list[Setting] = []
+        errors = torch.maximum(errors, wrong / head.right if head.right else wrong)
+    ladder: list[HeadSettings] = []
     for level in LEVELS[:3]:
         i = next((i for i, e in enumerate(errors.tolist()) if e <= level * l2), None)
         if i is None or not float(skipped[i]):
@@ -208,13 +176,13 @@ def pv_skips(maxima: Tensor, thresholds: Sequence[float]) -> Tensor:
     return nearest >= limit
 
 
-def _wrong_with_pv(block: Block, skip: Tensor) -> Tensor:
+def _wrong_with_pv(block: ScoredBlock, skip: Tensor) -> Tensor:
     """Σ|output - truth| for every threshold of the second filter; all groups of rows at once."""
     kept = (~skip).to(block.sums.dtype).permute(2, 0, 1)
     # The tail of a last group is rows of zeros, which are right as they are.
-    parts = cut(block.parts, -2, ROW_GROUP).flatten(2).transpose(0, 1)
+    outputs = cut(block.outputs, -2, ROW_GROUP).flatten(2).transpose(0, 1)
     sums = cut(block.sums, -1, ROW_GROUP).transpose(0, 1)
-    out = (kept @ parts).unflatten(-1, (ROW_GROUP, -1))
+    out = (kept @ outputs).unflatten(-1, (ROW_GROUP, -1))
     row_sum = kept @ sums
     out /= row_sum.masked_fill(row_sum == 0, 1.0).unsqueeze(-1)
     out -= cut(block.truth, -2, ROW_GROUP).unsqueeze(1)

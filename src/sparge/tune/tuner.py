@@ -17,15 +17,16 @@ from torch import Tensor
 
 from .. import __version__
 from ..dispatch import AUTO
-from ..profile import Fingerprint, LayerSettings, Profile
+from ..fingerprint import Fingerprint
+from ..profile import LayerSettings, Profile
 from ..recipe import DEFAULT, Recipe
 from ..support.atomic_files import replace_file
 from ..support.cpuinfo import cpu_name
+from ..support.json_text import parse_json, read_json_text
 from .capture import BLOCKS, Capture, captures_of
-from .layer import PREDICTORS, TunedLayer, recipe_of, tune_layer
+from .layer import PREDICTORS, TunedLayer, tune_layer
 from .presets import check_bounds
-from .search import Setting
-from .trace import Trace
+from .trace_directory import Trace
 
 STATE_FORMAT = "sparge.tune/1"
 Captures = Mapping[str, Sequence[Capture]]
@@ -44,56 +45,61 @@ def tune(
     done: Told = lambda layer, seconds: None,
 ) -> Profile:
     """The sparsest settings of every head whose error is at most l1 on every input, then at most
-    l2 with the second filter; each was run, and met its bound.
+    l2 with the second filter. Each was run, and met its bound.
 
     trace: a `Trace`, its directory, or captures of each layer by its name.
     l2: None leaves the second filter off. recipe: precision, sink, local window and sampled rows.
-    state: a file that keeps what is done; the same call goes on from there. A trace has its own.
-    done: told of each layer, and of its seconds; None where it was done before.
+    state: a file of the layers done, from which the same call resumes. A trace has its own.
+    done: called with each layer and its seconds; None where it was done before.
 
-    Ctrl-C returns what is there so far: `profile.untuned` names the layers that have the default
-    recipe.
+    Ctrl-C returns the layers done so far: `profile.untuned` names those with the default recipe.
     """
     check_bounds(l1, l2)
-    _check_predictors(predictors)
+    if not predictors or not set(predictors) <= set(PREDICTORS):
+        raise ValueError(f"predictors must be some of {', '.join(PREDICTORS)}; got {predictors!r}")
     if isinstance(trace, str | os.PathLike):
         trace = Trace.open(trace)
     names = list(trace.layers) if isinstance(trace, Trace) else list(trace)
     if not names or (isinstance(trace, Trace) and not trace.inputs):
         raise ValueError("there is nothing to tune: the trace has no layer or no input")
-    asked = _asked(trace, l1, l2, recipe, predictors)
-    kept = _State(_state_path(trace, asked, state), asked)
+    # The result depends on these; a state with others is not resumed.
+    asked: dict[str, Any] = {"l1": l1, "l2": l2, "recipe": recipe.to_dict()}
+    asked["predictors"] = list(predictors)
+    if isinstance(trace, Trace):
+        asked |= {"model": trace.model.weights, "inputs": [each.digest for each in trace.inputs]}
+    tuned = _State(_state_path(trace, asked, state), asked)
     try:
         for name in names:
-            if name in kept.layers:
-                done(name, None)
-                continue
-            captures = trace.captures(name) if isinstance(trace, Trace) else trace[name]
-            start = time.perf_counter()
-            facts: dict[str, Any] = {"base": recipe, "predictors": predictors, "backend": backend}
-            tuned = _tune_one(captures, l1=l1, l2=l2, **facts)
-            kept.add(name, tuned, time.perf_counter() - start)
-            done(name, kept.seconds[name])
+            seconds = None
+            if name not in tuned.layers:
+                captures = trace.captures(name) if isinstance(trace, Trace) else trace[name]
+                settings: dict[str, Any] = {"base": recipe, "predictors": predictors}
+                start = time.perf_counter()
+                # A layer that the inputs never reached is left untuned.
+                layer = TunedLayer()
+                if captures:
+                    layer = tune_layer(captures, l1=l1, l2=l2, backend=backend, **settings)
+                seconds = round(time.perf_counter() - start, 3)
+                tuned.add(name, replace(layer, seconds=seconds))
+            done(name, seconds)
     except KeyboardInterrupt:
         pass
-    layers = {name: kept.layers.get(name, LayerSettings()) for name in names}
-    facts_of_trace: dict[str, Any] = {"model": Fingerprint("", {}, "")}
-    calibration = kept.summary()
+    of_trace: dict[str, Any] = {"model": Fingerprint("", {}, "")}
+    calibration = tuned.summary()
     if isinstance(trace, Trace):
-        facts_of_trace = {"model": trace.model, "name": trace.name}
+        of_trace = {"model": trace.model, "name": trace.name}
         calibration = {**trace.calibration, "query_blocks": trace.blocks, **calibration}
-        levels = {each.noise_level for each in trace.inputs} - {None}
-        if levels:
-            calibration["noise_levels"] = sorted(levels)
+        levels = {level for each in trace.inputs if (level := each.noise_level) is not None}
+        calibration |= {"noise_levels": sorted(levels)} if levels else {}
     return Profile(
-        layers=layers,
+        layers={name: tuned.layers.get(name, TunedLayer()).settings for name in names},
         bounds=(l1, l2),
         default=recipe,
         version=__version__,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         machine=f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
         calibration=calibration,
-        **facts_of_trace,
+        **of_trace,
     )
 
 
@@ -116,97 +122,58 @@ def tune_head_settings(
     check_bounds(l1, l2)
     facts = {"is_causal": is_causal, "scale": scale}
     captures = captures_of(query, key, value, facts, blocks=blocks)
-    plain = replace(DEFAULT, local_blocks=0)  # the original, for which this is, has no window
+    plain = replace(DEFAULT, local_blocks=0)  # as the original, whose users call this
     tuned = tune_layer(captures, l1=l1, l2=l2, base=plain, predictors=("mean",), backend=backend)
-    settings = [Setting(h.mass, h.min_similarity, h.pv_skip) for h in tuned.settings.heads]
-    return recipe_of(settings, plain, "mean")
-
-
-def _tune_one(captures: Sequence[Capture], **facts: Any) -> TunedLayer:
-    # A layer that the inputs never reached stays as it is.
-    return tune_layer(captures, **facts) if captures else TunedLayer(LayerSettings(), 0)
+    return tuned.settings.recipe_with(tuned.settings.heads)
 
 
 class _State:
-    """What is done, in memory and, where there is a file, in it after every layer."""
+    """The layers done, in memory and, where there is a file, in it after every layer."""
 
     def __init__(self, path: Path | None, asked: dict[str, Any]) -> None:
         self.path, self.asked = path, asked
-        self.layers: dict[str, LayerSettings] = {}
-        self.evaluations: dict[str, int] = {}
-        self.seconds: dict[str, float] = {}
+        self.layers: dict[str, TunedLayer] = {}
         if path is not None and path.is_file():
             self._read(path)
 
     def _read(self, path: Path) -> None:
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parse_json(read_json_text(path), "it")
             if data["format"] != STATE_FORMAT or data["asked"] != self.asked:
                 raise ValueError("it is of another trace, or of other bounds or settings")
             for name, each in data["layers"].items():
-                self.layers[name] = LayerSettings.from_dict(each["settings"], where=name)
-                self.evaluations[name], self.seconds[name] = each["evaluations"], each["seconds"]
+                settings = LayerSettings.from_dict(each["settings"], where=name)
+                self.layers[name] = TunedLayer(settings, each["evaluations"], each["seconds"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{path} cannot be continued: {error}; remove it to begin again"
+                f"{path} cannot be resumed: {error}; remove it to begin again"
             ) from None
 
-    def add(self, name: str, tuned: TunedLayer, seconds: float) -> None:
-        self.layers[name], self.evaluations[name] = tuned.settings, tuned.evaluations
-        self.seconds[name] = round(seconds, 3)
-        if self.path is None:
-            return
-        layers = {
-            name: {
-                "settings": settings.to_dict(),
-                "evaluations": self.evaluations[name],
-                "seconds": self.seconds[name],
+    def add(self, name: str, tuned: TunedLayer) -> None:
+        self.layers[name] = tuned
+        if self.path is not None:
+            layers = {
+                name: {**vars(layer), "settings": layer.settings.to_dict()}
+                for name, layer in self.layers.items()
             }
-            for name, settings in self.layers.items()
-        }
-        data = {"format": STATE_FORMAT, "asked": self.asked, "layers": layers}
-        replace_file(self.path, f"{json.dumps(data, indent=1)}\n".encode())
+            data = {"format": STATE_FORMAT, "asked": self.asked, "layers": layers}
+            replace_file(self.path, f"{json.dumps(data, indent=1)}\n".encode())
 
     def summary(self) -> dict[str, Any]:
-        n = max(len(self.layers), 1)
+        layers = self.layers.values()
         return {
-            "inputs": max((layer.inputs for layer in self.layers.values()), default=0),
-            "evaluations_per_head": round(sum(self.evaluations.values()) / n, 1),
-            "tuning_seconds": round(sum(self.seconds.values()), 1),
+            "inputs": max((layer.settings.inputs for layer in layers), default=0),
+            "evaluations_per_head": round(
+                sum(layer.evaluations for layer in layers) / max(len(layers), 1), 1
+            ),
+            "tuning_seconds": round(sum(layer.seconds for layer in layers), 1),
         }
-
-
-def _asked(
-    trace: Trace | Captures,
-    l1: float,
-    l2: float | None,
-    recipe: Recipe,
-    predictors: Sequence[str],
-) -> dict[str, Any]:
-    """What the answer depends on; a state of anything else is not continued."""
-    of: dict[str, Any] = {}
-    if isinstance(trace, Trace):
-        of = {"model": trace.model.weights, "inputs": [each.digest for each in trace.inputs]}
-    return {
-        "l1": l1,
-        "l2": l2,
-        "recipe": recipe.to_dict(),
-        "predictors": list(predictors),
-        **of,
-    }
 
 
 def _state_path(
     trace: Trace | Captures, asked: dict[str, Any], state: str | os.PathLike[str] | None
 ) -> Path | None:
-    if state is not None:
-        return Path(state)
-    if not isinstance(trace, Trace):
-        return None
+    if state is not None or not isinstance(trace, Trace):
+        return None if state is None else Path(state)
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
     return trace.directory / f"tune-{digest}.json"
-
-
-def _check_predictors(predictors: Sequence[str]) -> None:
-    if not predictors or not set(predictors) <= set(PREDICTORS):
-        raise ValueError(f"predictors must be some of {', '.join(PREDICTORS)}; got {predictors!r}")

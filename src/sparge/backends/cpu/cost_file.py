@@ -19,7 +19,7 @@ import torch
 from ...support.atomic_files import replace_file
 from ...support.cache_directory import cache_directory
 from ...support.cpuinfo import cpu_name
-from ...support.json_text import parse_json, read_text
+from ...support.json_text import parse_json, read_json_text
 from . import library
 from .crossover import Crossover, UnitCosts, names
 
@@ -48,7 +48,7 @@ def read(key: Mapping[str, str]) -> tuple[Crossover | None, str]:
     """The measurement of a key and "", or None and why there is none."""
     try:
         path = path_of(key)
-        return _parse(read_text(path), key), ""
+        return _parse(read_json_text(path), key), ""
     except FileNotFoundError:
         return None, "nothing was measured yet"
     except (OSError, RuntimeError) as error:  # pathlib raises the latter without a home

@@ -1,6 +1,6 @@
-"""Masks between transformers and `sparge.attention`: asked for in the smallest form, read back.
+"""Masks between transformers and `sparge.attention`, in the smallest form that a model allows.
 
-The form depends on what a model's own code may do with a mask on its way (see `style_of`):
+The form depends on what a model's own code may do with a mask in between (see `style_of`):
   None            causal from the first key on, or nothing masked in a bidirectional module
   bool [B, W]     padding of the first W keys; the queries are the last of them, and causal
   4-D             the whole mask, diagonal included
@@ -8,6 +8,7 @@ The form depends on what a model's own code may do with a mask on its way (see `
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ def make_mask(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """The smallest tensor that says the mask; nothing of size q x kv for causal and padding."""
+    """The smallest tensor that expresses the mask; none of size q x kv for causal and padding."""
     style = style_of(type(config))
+    if style == PADDING and is_encoder(config):
+        style = BOOL
     compiling = torch.compiler.is_compiling()
     # Where a cache keeps its length on the device, a graph cannot read it.
     known = kv_offset == 0 and not (compiling and isinstance(q_offset, Tensor))
@@ -49,7 +52,7 @@ def make_mask(
             padding = None if attention_mask is None else attention_mask[:, :width]
             if padding is not None and not compiling and bool(padding.all()):
                 padding = None
-            # The first rows know their diagonal without a mask, and one query has none to know.
+            # Queries that start at key 0 need no mask for their diagonal, nor does a last one.
             if padding is not None or width == q_length or (q_length == 1 and width == kv_length):
                 return padding
             return torch.ones((batch_size, width), dtype=torch.bool, device=device)
@@ -59,7 +62,7 @@ def make_mask(
         if attention_mask is not None and attention_mask.shape[1] == kv_length:
             if allow_is_bidirectional_skip and not compiling and bool(attention_mask.all()):
                 return None
-            # A view of the padding: in full to the model's code, and nothing of size q x kv.
+            # A view of the padding: 4-D for the model's code, without memory of size q x kv.
             full = attention_mask[:, None, None, :]
             return full.expand(batch_size, 1, q_length, kv_length)
     make: Any = eager_mask if style == ADDITIVE else sdpa_mask
@@ -79,12 +82,29 @@ def make_mask(
     return mask
 
 
+def is_encoder(config: Any) -> bool:
+    """Whether a model that could be a decoder is set up as an encoder.
+
+    `generate` with a static cache makes the causal mask for it. The model hides padding itself,
+    and takes a causal mask only as a whole; a 2-D one it would take for padding.
+    """
+    if getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False):
+        return False
+    return _hides_padding_itself(type(config))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _hides_padding_itself(config_class: type) -> bool:
+    code = [vars(sys.modules[model.__module__]) for model in _models_of(config_class)]
+    return any("create_bidirectional_mask" in names for names in code)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def style_of(config_class: type) -> str:
-    """What a model's own code understands, by the implementations it says it supports.
+    """The masks that a model's own code accepts, by the implementations it supports.
 
-    With flash attention it passes 2-D masks on untouched; with SDPA it takes None or bool in full;
-    with neither it may add to its mask, and takes None for nothing masked.
+    With flash attention it passes 2-D masks on untouched; with SDPA it takes None or 4-D bool; with
+    neither it may add to its mask, and takes None for nothing masked.
     """
     known = _styles.get(config_class)
     if known is None:
@@ -100,7 +120,7 @@ def style_of(config_class: type) -> str:
 
 
 def takes_sdpa(config_class: type) -> bool:
-    """Whether a model of this config says that SDPA computes its attention."""
+    """Whether the models of this config support SDPA."""
     classes = _models_of(config_class)
     return all(getattr(each, "_supports_sdpa", False) for each in classes)
 
@@ -127,11 +147,11 @@ def _models_of(config_class: type) -> list[type]:
 def to_attention(
     mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The keys that count, their values, and the mask in the words of `sparge.attention`."""
+    """The keys that count, their values, and the mask as arguments of `sparge.attention`."""
     Lq = query.shape[2]
     align = "top_left"
     if mask is None:
-        if causal and key.shape[2] > Lq:  # a static cache: what follows is not filled yet
+        if causal and key.shape[2] > Lq:  # a static cache, whose end is not filled yet
             key, value = key[:, :, :Lq], value[:, :, :Lq]
     elif mask.dim() == 2:
         width = mask.shape[1]
@@ -150,7 +170,7 @@ def to_attention(
 
 
 def _hiding(mask: Tensor) -> Tensor:
-    """Additive masks hide by the lowest number of their dtype; a block is skipped only by -inf."""
+    """A mask that hides with -inf, which skips blocks, and not with the lowest number."""
     if not mask.is_floating_point():
         return mask
     hidden = mask <= torch.finfo(mask.dtype).min
@@ -168,7 +188,7 @@ def in_full(padding: Tensor, Lq: int) -> Tensor:
 
 
 def additive(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
-    """Eager attention adds its mask, and knows no diagonal without one."""
+    """The mask for eager attention, which adds it and has no diagonal without one."""
     Lq, Lk = query.shape[2], key.shape[2]
     if mask is None and causal and Lq > 1:
         rows = torch.arange(Lq, device=query.device)

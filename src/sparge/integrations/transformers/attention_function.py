@@ -1,7 +1,6 @@
-"""sparge as an attention implementation of transformers: `attn_implementation="sparge"`.
+"""The attention function that transformers calls, and the model's own attention beside it.
 
-Importing this module registers the name. `sparge.accelerate(model)` is the same for one model,
-reversible, with a report. The masks that come here are those of `masks.make_mask`, or the user's.
+The masks that come here are those of `masks.make_mask`, or the user's.
 """
 
 from __future__ import annotations
@@ -9,22 +8,20 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..accuracy import output_error
-from ..api import attention
-from ..errors import Unsupported
-from ..geometry import MAX_HEAD_DIM
-from ..recipe import DEFAULT
+from ...errors import Unsupported
+from ...geometry import MAX_HEAD_DIM
+from ...recipe import DEFAULT, Recipe
+from ..site import SITE, Site, allowed_blocks
 from .masks import additive, in_full, make_mask, takes_sdpa, to_attention
-from .sites import Site
 
 NAME = "sparge"
-SITE = "_sparge_site"
 EAGER, SDPA = "eager", "sdpa"
 _EAGER_FUNCTION = "eager_attention_forward"
 # Arguments that change what attention means and that sparge does not compute.
@@ -37,8 +34,18 @@ _MEANINGS = {
 _EAGER_ONLY = ("softcap", "s_aux")
 # The model keeps these out of its mask for implementations that it does not know.
 SELECTIONS = ("indices", "block_indices")
-_ANYWHERE = Site("attn_implementation='sparge'", DEFAULT, own="")
-"""What a model gets that chose the name itself and was not accelerated."""
+
+
+@dataclass(frozen=True)
+class OwnAttention:
+    """The attention that a module had: its name, and its eager function if there is one."""
+
+    name: str
+    eager: Callable[..., Any] | None
+
+
+_ANYWHERE = Site("attn_implementation='sparge'", DEFAULT)
+"""For a model that chose the name itself and was not accelerated."""
 
 
 def register() -> None:
@@ -62,32 +69,27 @@ def attention_forward(
     """query `[B, Hq, Lq, D]`, key and value with their own heads; returns `[B, Lq, Hq, Dv]`."""
     site: Site = getattr(module, SITE, _ANYWHERE)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    reason, eager = _why_own(module, (query, key, value), site, dropout, kwargs)
+    recipe, windowed = site.recipes()
+    tensors = (query, key, value)
+    reason, eager = _why_own(module, tensors, site, recipe, dropout, kwargs)
     if reason:
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-        return _own_attention(
-            module, query, key, value, attention_mask, causal, site, reason, eager, given
-        )
-    key, value, facts = to_attention(attention_mask, query, key, value, causal)
-    facts |= {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    by_hand = not torch.compiler.is_compiling()
-    if by_hand and site.tap is not None:
-        site.tap(query, key, value, facts)
+        own = _own_function(module, site, reason, eager)
+        return _run_own(own, module, tensors, attention_mask, causal, site, reason, given)
+    key, value, arguments = to_attention(attention_mask, query, key, value, causal)
+    arguments |= {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    recipe = windowed if causal and not arguments["is_causal"] else recipe
     sinks = kwargs.get("s_aux")
-    recipe = site.windowed if causal and not facts["is_causal"] else site.recipe
-    chosen: dict[str, Any] = {"recipe": recipe, "backend": site.backend, "label": site.label}
     if sinks is None:
-        out = without = attention(query, key, value, **facts, **chosen)
+        out = site.attend(query, key, value, arguments, recipe=recipe)
     else:
-        without, lse = attention(query, key, value, **facts, **chosen, return_lse=True)
-        out = _with_sinks(without, lse, sinks)
-    if by_hand and site.measure_error and site.ran_sparse():
-        site.note_error(output_error(query, key, value, without, **facts).mean(0).tolist())
+        out, lse = site.attend(query, key, value, arguments, recipe=recipe, return_lse=True)
+        out = _with_sinks(out, lse, sinks)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink is one more key with a score and no value: it takes its share and gives nothing."""
+    """A sink is one more key with a score and a value of zero."""
     share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
     return out * share[..., None].to(out.dtype)
 
@@ -96,6 +98,7 @@ def _why_own(
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor],
     site: Site,
+    recipe: Recipe | None,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> tuple[str, bool]:
@@ -115,7 +118,7 @@ def _why_own(
         getattr(module, "config", None), "output_attentions", False
     ):
         return "output_attentions: sparge never makes the attention weights", True
-    if site.recipe is None:
+    if recipe is None:
         return site.left_out, eager
     if dropout > 0.0:
         return f"dropout {dropout}: sparge has none", eager
@@ -129,37 +132,50 @@ def _why_own(
     return "", False
 
 
-def _own_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    site: Site,
-    reason: str,
-    eager: bool,
-    given: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """The attention that the model had before, with a mask as it expects one."""
-    name = EAGER if eager else site.own or own_by_class(type(getattr(module, "config", None)))
-    # A graph cannot look for it, but can read what was found when the model was accelerated.
-    function = (site.eager or eager_of(module)) if name == EAGER else AttentionInterface()[name]
+def _own_function(
+    module: nn.Module, site: Site, reason: str, eager: bool
+) -> tuple[str, Callable[..., Any]]:
+    """The name and the function of the attention that the model had before."""
+    own: OwnAttention | None = site.own
+    name = own.name if own else own_by_class(type(getattr(module, "config", None)))
+    if not eager and name != EAGER:
+        return name, AttentionInterface()[name]
+    # A graph cannot look for the function, but can read what was found at the start.
+    function = (own and own.eager) or eager_function(module)
     if function is None:
         raise Unsupported(
             f"{reason}, and {type(module).__name__} has no eager attention that would:",
             {NAME: reason},
             "load the model with another attn_implementation",
         )
+    return EAGER, function
+
+
+def _run_own(
+    own: tuple[str, Callable[..., Any]],
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    causal: bool,
+    site: Site,
+    reason: str,
+    given: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The attention that the model had before, with a mask as it expects one."""
+    (name, function), (query, key, value) = own, tensors
+    Lq = query.shape[2]
     if mask is not None and mask.dim() == 2:
         key, value = key[:, :, : mask.shape[1]], value[:, :, : mask.shape[1]]
-        mask = in_full(mask, query.shape[2])
+        mask = in_full(mask, Lq)
+    # Without a mask the first query stands at the first key; with one, the last at the last.
+    offset = 0 if mask is None and Lq > 1 else key.shape[2] - Lq
     if name == EAGER:
         mask = additive(mask, query, key, causal)
     start = 0.0 if torch.compiler.is_compiling() else time.perf_counter()
     out: tuple[Tensor, Tensor | None] = function(module, query, key, value, mask, **given)
     if not torch.compiler.is_compiling():
-        site.note_own(reason, time.perf_counter() - start)
+        blocks = allowed_blocks(query, key, is_causal=causal, offset=offset)
+        site.note_own(reason, time.perf_counter() - start, blocks)
     return out
 
 
@@ -169,12 +185,9 @@ def own_by_class(config_class: type) -> str:
     return SDPA if takes_sdpa(config_class) else EAGER
 
 
-def eager_of(module: nn.Module) -> Callable[..., Any] | None:
+def eager_function(module: nn.Module) -> Callable[..., Any] | None:
     """The eager function beside the `forward` that asks the interface, if there is one."""
     forward: Any = inspect.unwrap(type(module).forward)
     names = [name for name in forward.__code__.co_names if name.endswith(_EAGER_FUNCTION)]
     found: Callable[..., Any] | None = forward.__globals__.get(names[0]) if names else None
     return found
-
-
-register()

@@ -1,6 +1,6 @@
-"""Trace a model: run it on calibration inputs with its attention exact, and keep what it attends.
+"""Trace a model: run it on calibration inputs with dense attention, and keep q, k, v of its layers.
 
-Attention is dense meanwhile, so the activations of every layer are those of the model itself.
+Attention is dense, so the activations of every layer are those of the model itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch import DENSE
+from ..fingerprint import fingerprint
 from ..integrations import accelerate
-from ..profile import fingerprint
 from .capture import BLOCKS, captures_of
-from .trace import MANIFEST, Trace, TracedInput, cast, size_of, write
+from .trace_directory import MANIFEST, Trace, TracedInput, cast, size_of, write
 
 MAX_BYTES = 16 << 30
 Inputs = Tensor | Mapping[str, Any]
@@ -46,10 +46,11 @@ def trace_model(
     inputs: token ids `[B, L]`, or the model's keyword arguments. blocks: query blocks to keep of
     each call. layers: names with `*` and `?`, or a function of the name. dtype: to store the
     tensors in, None as they are. about: a few words on each input. noise_levels: of a diffusion
-    model, one for each input; None reads it off an argument `timestep`. done: told of each input.
+    model, one for each input; None takes them from an argument `timestep`. done: called with the
+    digest of each input.
 
-    A directory that holds some of these inputs already is completed, not begun again. The model's
-    own attention is back when this returns; settings of an earlier `accelerate` are not.
+    A directory that holds some of these inputs is completed. The model has its own attention again
+    when this returns; settings of an earlier `accelerate` are gone.
     """
     for what, said in (("about", about), ("noise_levels", noise_levels)):
         if said is not None and len(said) != len(inputs):
@@ -64,19 +65,22 @@ def trace_model(
             digest = digest_of(given)
             if all(each.digest != digest for each in trace.inputs):
                 room = _Room(max_bytes, trace.bytes, len(names) * (len(inputs) - i))
-                folder = f"input-{digest[:12]}"
+                stem = f"input-{digest[:12]}/layer-"
                 taps = {
-                    layer: _Tap(where, f"{folder}/layer-{n:03d}", blocks, dtype, room)
+                    layer: _Tap(where, f"{stem}{n:03d}", blocks, dtype, room)
                     for n, layer in enumerate(names)
                 }
                 for layer, tap in taps.items():
                     handle.tap(layer, tap)
                 _forward(model, given)
-                words = about[i] if about else ""
                 files = {layer: tap.entries for layer, tap in taps.items() if tap.entries}
-                _check_any(files, model)
+                if not files:
+                    raise ValueError(
+                        f"inputs must be longer than one token: no attention of "
+                        f"{type(model).__name__} ran through sparge on input {i}"
+                    )
                 level = noise_level_of(given) if noise_levels is None else float(noise_levels[i])
-                traced = TracedInput(digest, words, level, files)
+                traced = TracedInput(digest, about[i] if about else "", level, files)
                 trace = replace(trace, inputs=(*trace.inputs, traced))
                 trace.save()
             done(digest)
@@ -84,7 +88,7 @@ def trace_model(
 
 
 def digest_of(given: Inputs) -> str:
-    """Of the numbers that go in; the same input has the same digest on every machine."""
+    """SHA-256 of an input's numbers, the same on every machine."""
     digest = hashlib.sha256()
     for name, value in sorted(_arguments(given).items()):
         digest.update(name.encode())
@@ -98,7 +102,7 @@ def digest_of(given: Inputs) -> str:
 
 
 def noise_level_of(given: Inputs) -> float | None:
-    """What an argument `timestep` says, as diffusion models name it; None without one."""
+    """The mean of an argument `timestep`, as diffusion models name it; None without one."""
     step = _arguments(given).get("timestep")
     if step is None:
         return None
@@ -106,7 +110,7 @@ def noise_level_of(given: Inputs) -> float | None:
 
 
 class _Room:
-    """Bytes that may still be written; refuses at the first layer what would not fit in the end."""
+    """Bytes that may still be written; a trace that will not fit is refused at its first layer."""
 
     def __init__(self, limit: int, used: int, files: int) -> None:
         self.limit, self.used, self.files, self.asked = limit, used, files, False
@@ -124,7 +128,7 @@ class _Room:
 
 
 class _Tap:
-    """Keeps the calls of one layer, each in its file, at once."""
+    """Writes the calls of one layer, each to its file, as they come."""
 
     def __init__(
         self, where: Path, stem: str, blocks: int, dtype: torch.dtype | None, room: _Room
@@ -142,7 +146,7 @@ class _Tap:
 
 
 def _completed(trace: Trace) -> Trace:
-    """With the inputs that the directory holds already, if it is a trace of the same."""
+    """The trace with the inputs that its directory holds already; another trace is refused."""
     if not (trace.directory / MANIFEST).is_file():
         return trace
     old = Trace.open(trace.directory)
@@ -177,11 +181,3 @@ def _forward(model: nn.Module, given: Inputs) -> None:
             body(**moved)
     finally:
         model.train(was_training)
-
-
-def _check_any(files: Mapping[str, Any], model: nn.Module) -> None:
-    if not files:
-        raise ValueError(
-            f"no attention of {type(model).__name__} ran through sparge on this input, so there is "
-            "nothing to tune; inputs must be longer than one token"
-        )

@@ -1,11 +1,11 @@
-"""Calibration inputs from long texts: windows at places that evaluation does not look at.
+"""Inputs for tuning from long texts: windows at places that evaluation does not use.
 
 Evaluation takes its windows at 0, 1/2, 1/4, 3/4, … of a text; these lie a sixteenth further on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,26 +34,25 @@ def calibration_windows(
             f"at most {MOST_OF_A_TEXT} inputs are taken of one text, got {inputs} of {len(names)}; "
             "give another --text"
         )
-    texts = texts_of(names, tokenizer, length=length)
-    return [
-        _window(texts[j % len(texts)], length, place_of(j // len(texts))) for j in range(inputs)
-    ]
+    return _windows(names, tokenizer, length, inputs, place_of)
 
 
 def held_out_windows(
     names: Sequence[str], tokenizer: Any, *, length: int, inputs: int
 ) -> list[Window]:
     """Windows where evaluation has its own: none that calibration took, if the text is long."""
-    texts = texts_of(names, tokenizer, length=length)
-    return [_window(texts[j % len(texts)], length, spread(j // len(texts))) for j in range(inputs)]
+    return _windows(names, tokenizer, length, inputs, spread)
 
 
-def texts_of(names: Sequence[str], tokenizer: Any, *, length: int) -> list[Text]:
-    return [cut(name, read_text(name), tokenizer, needed=length) for name in names]
+def _windows(
+    names: Sequence[str], tokenizer: Any, length: int, n: int, place: Callable[[int], float]
+) -> list[Window]:
+    texts = [cut(name, read_text(name), tokenizer, needed=length) for name in names]
+    return [_window(texts[j % len(texts)], length, place(j // len(texts))) for j in range(n)]
 
 
 def place_of(j: int) -> float:
-    """As a share of the text."""
+    """Where the j-th window of a text begins, as a share of the text."""
     return spread(j) + (1 / 16 if j < MOST_OF_A_TEXT // 2 else 1 / 32)
 
 

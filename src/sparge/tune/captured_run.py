@@ -1,7 +1,7 @@
-"""Run settings on the kept query blocks of a capture, with the kernels that will run them later.
+"""Run a recipe on the kept query blocks of a capture, with the kernels that will run it later.
 
-Each block is planned and attended at its own place in the sequence, against all keys, so what
-comes out is what the whole call would have given for these rows.
+Each block is planned and attended at its own place in the sequence, against all keys, so the
+output is that of the whole call for these rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .capture import Capture
 
 @dataclass(frozen=True)
 class Measured:
-    """What settings gave on one capture, one number for each query head, fp64 `[Hq]`."""
+    """Error and counts of a recipe on one capture, one number for each query head, fp64 `[Hq]`."""
 
     error: Tensor
     kept: Tensor
@@ -94,7 +94,7 @@ def keys_seen(tokens: TokenMask) -> int:
     return max(1, min(tokens.Lk, tokens.offset + tokens.Lq))
 
 
-def run_pieces(
+def run_captured(
     capture: Capture,
     recipe: Recipe,
     exact: Tensor,
@@ -108,12 +108,8 @@ def run_pieces(
     with torch.no_grad(), without_autocast(device.type):
         stages, whole = backend.stages(), prepare_capture(capture, recipe, backend)
         for i in range(len(capture.starts)):
-            tokens, rows, prepared = (
-                capture.tokens(i),
-                capture.rows(i),
-                whole.query_blocks(i, i + 1),
-            )
-            call = _call_of(capture, recipe, i)
+            tokens, rows = capture.tokens(i), capture.rows(i)
+            prepared, call = whole.query_blocks(i, i + 1), _call_of(capture, recipe, i)
             mass = stages.predict(call, prepared, tokens) if call.predicts else None
             plan = stages.select(call, prepared, mass, tokens)
             done = stages.attend(call, prepared, plan, tokens)

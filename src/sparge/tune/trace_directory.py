@@ -4,28 +4,32 @@
     input-<digest>/layer-003.safetensors the capture of one layer (…-1 for a second call of it)
 
 Files are written while the model runs, one layer at a time, so memory holds one. An input counts
-once the manifest names it; a trace that was interrupted goes on with the inputs it lacks.
+once the manifest names it; an interrupted trace resumes with the inputs it lacks.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..profile import Fingerprint
+from ..fingerprint import Fingerprint
+from ..geometry import diagonal_offset
 from ..support.atomic_files import replace_file
+from ..support.json_text import parse_json, read_json_text
 from .capture import Capture
 
-FORMAT = "sparge.trace/1"
+FORMAT = "sparge.trace/2"
+READS = ("sparge.trace/1", FORMAT)
+"""Format 1 has `Lq` and `causal_align` in the place of `offset`."""
 MANIFEST = "manifest.json"
-_FACTS = ("starts", "Lq", "scale", "is_causal", "causal_align")
+_FACTS = ("starts", "scale", "is_causal", "offset")
 _TENSORS = ("query", "key", "value", "attn_mask")
 
 
@@ -39,13 +43,17 @@ class TracedInput:
     files: Mapping[str, Sequence[Mapping[str, Any]]]
 
     @property
+    def entries(self) -> list[Mapping[str, Any]]:
+        return [entry for entries in self.files.values() for entry in entries]
+
+    @property
     def bytes(self) -> int:
-        return sum(entry["bytes"] for entries in self.files.values() for entry in entries)
+        return sum(entry["bytes"] for entry in self.entries)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace as its manifest says it; tensors are read, memory-mapped, when they are asked for."""
+    """A trace as its manifest describes it; tensors are read, memory-mapped, on demand."""
 
     directory: Path
     model: Fingerprint
@@ -59,14 +67,15 @@ class Trace:
     def open(cls, directory: str | os.PathLike[str]) -> Trace:
         path = Path(directory) / MANIFEST
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] != FORMAT:
-                raise ValueError(f"its format is {data['format']!r}, this sparge reads {FORMAT!r}")
-            model = data["model"]
+            data = parse_json(read_json_text(path), "it")
+            if data["format"] not in READS:
+                raise ValueError(
+                    f"its format is {data['format']!r}, this sparge reads {' and '.join(READS)}"
+                )
             return cls(
                 directory=Path(directory),
-                model=Fingerprint(model["architecture"], model["shapes"], model["weights"]),
-                name=str(model["name"]),
+                model=Fingerprint.from_dict(data["model"]),
+                name=str(data["model"]["name"]),
                 blocks=int(data["blocks"]),
                 layers=tuple(data["layers"]),
                 inputs=tuple(TracedInput(**each) for each in data["inputs"]),
@@ -95,14 +104,12 @@ class Trace:
         ]
 
     def is_whole(self, each: TracedInput) -> bool:
-        """Every file of an input is there in its size."""
-        for entry in _entries(each):
-            try:
-                if (self.directory / entry["file"]).stat().st_size != entry["bytes"]:
-                    return False
-            except OSError:
-                return False
-        return True
+        """Whether every file of an input is there, with its size."""
+        try:
+            sizes = [(self.directory / entry["file"]).stat().st_size for entry in each.entries]
+        except OSError:
+            return False
+        return sizes == [entry["bytes"] for entry in each.entries]
 
     def save(self) -> None:
         model = {"name": self.name, **asdict(self.model)}
@@ -119,11 +126,10 @@ class Trace:
     def delete(self) -> None:
         """Remove the files that the manifest names, it, and the directories this leaves empty."""
         (self.directory / MANIFEST).unlink(missing_ok=True)
-        places = {self.directory}
-        for each in self.inputs:
-            for entry in _entries(each):
-                (self.directory / entry["file"]).unlink(missing_ok=True)
-                places.add((self.directory / entry["file"]).parent)
+        files = [self.directory / entry["file"] for each in self.inputs for entry in each.entries]
+        for file in files:
+            file.unlink(missing_ok=True)
+        places = {self.directory, *(file.parent for file in files)}
         for place in sorted(places, key=lambda p: -len(p.parts)):
             with suppress(OSError):  # something else is in it
                 place.rmdir()
@@ -160,22 +166,19 @@ def _read(path: Path, entry: Mapping[str, Any]) -> Capture:
         raise ValueError(
             f"{path} of the trace cannot be read: {_words(error)}; trace this input again"
         ) from None
-    facts = {name: entry[name] for name in _FACTS}
+    facts = {name: entry[name] for name in _FACTS if name in entry}
+    if "causal_align" in entry:  # format 1
+        Lk = tensors["key"].shape[2]
+        facts["offset"] = diagonal_offset(entry["Lq"], Lk, entry["causal_align"])
     return Capture(**tensors, **{**facts, "starts": tuple(facts["starts"])})
 
 
 def cast(capture: Capture, dtype: torch.dtype | None) -> Capture:
-    """The same in another dtype, half the size say; masks stay as they are."""
+    """The same in another dtype; masks stay as they are."""
     if dtype is None:
         return capture
-    changed = {name: getattr(capture, name).to(dtype) for name in ("query", "key", "value")}
-    facts = {name: getattr(capture, name) for name in _FACTS}
-    return Capture(**changed, **facts, attn_mask=capture.attn_mask)
-
-
-def _entries(each: TracedInput) -> Iterator[Mapping[str, Any]]:
-    for entries in each.files.values():
-        yield from entries
+    tensors: dict[str, Any] = {n: getattr(capture, n).to(dtype) for n in ("query", "key", "value")}
+    return replace(capture, **tensors)
 
 
 def _words(error: Exception) -> str:
