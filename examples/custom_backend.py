@@ -1,6 +1,6 @@
 """A backend of your own: the reference's stages, with the heads attended in a pool of threads.
 
-Run the conformance suite on it: PYTHONPATH=examples pytest -p custom_backend -k heads tests
+Run the conformance suite on it: PYTHONPATH=examples pytest -p custom_backend -k headwise tests
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -49,4 +49,4 @@ class Heads:
 
 
 slow = sparge.FixedCost(False, "written to be read; dense attention is faster")
-sparge.register_backend(sparge.Backend("heads", "reference by heads", Heads, cost=slow))
+sparge.register_backend(sparge.Backend("headwise", "reference by heads", Heads, cost=slow))

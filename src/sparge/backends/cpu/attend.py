@@ -14,7 +14,7 @@ from ...recipe import PRECISIONS, heads_of
 from ...stages import Attended, Gradients, Prepared
 from ...tokenmask import TokenMask
 from . import library
-from .arguments import kinds_of, parts_of
+from .arguments import parts_of, token_parts
 
 
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
@@ -38,10 +38,7 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
         _pv_skip(call),
         plan.counts.contiguous(),
         plan.indices.contiguous(),
-        tokens.attn_mask,
-        kinds_of(tokens),
-        tokens.is_causal,
-        tokens.offset,
+        *token_parts(tokens),
         PRECISIONS.index(call.recipe.precision),
         call.scale,
         out,
@@ -76,10 +73,7 @@ def backward(
         _pv_skip(call),
         plan.counts.contiguous(),
         plan.indices.contiguous(),
-        tokens.attn_mask,
-        kinds_of(tokens),
-        tokens.is_causal,
-        tokens.offset,
+        *token_parts(tokens),
         call.scale,
         *grads,
         library.isa_number(),
