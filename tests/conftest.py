@@ -66,9 +66,11 @@ def widest(backend):
 
 
 @pytest.fixture(autouse=True)
-def fixed_crossover(monkeypatch, tmp_path):
+def fixed_crossover(request, monkeypatch, tmp_path):
     """Routing by fixed numbers: no test measures unless it asks to, or sees the user's cache."""
     monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "cache"))
+    if "backend" not in request.fixturenames:  # the session's fixture may hold one meanwhile
+        monkeypatch.delenv(native.ENV_ISA, raising=False)
     monkeypatch.setattr(COST, "crossover", lambda: FIXED)
     monkeypatch.setattr(COST, "_crossovers", {})
     monkeypatch.setattr(COST, "_failures", {})

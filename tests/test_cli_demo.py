@@ -15,7 +15,7 @@ from cli_runs import complaint
 from sparge import Recipe
 from sparge.backends.cpu import library as native
 from sparge.cli import demo_command, main
-from sparge.report.table import to_json
+from sparge.report.table import times, to_json
 from sparge.showcase import page_figures
 from tiny_lm import make_tokenizer, save, sentences
 
@@ -70,7 +70,7 @@ def test_the_table_the_json_and_the_page_agree(argv, capsys, tmp_path, monkeypat
         f"{found['sparge']['perplexity']:.3f}",
         f"{found['density']:.3f}",
         f"{found['error']:.4f}",
-        f"{found['speedup']:.2f}x the speed",
+        f"{times(found['speedup'])} the speed",
         found["needle"]["fact"],
         found["needle"]["question"],
     ):

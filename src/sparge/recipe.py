@@ -288,7 +288,7 @@ def recipe_from_json(text: str) -> Recipe:
     return Recipe.from_json(text)
 
 
-def heads_of(value: PerHeadOrOff, Hq: int, *, none: float) -> list[float]:
+def heads_of(value: PerHeadOrOff, Hq: int, *, none: float = 1.0) -> list[float]:
     """One number for each query head; `none` stands in for None."""
     each = value if isinstance(value, tuple) else (value,) * Hq
     return [none if number is None else number for number in each]

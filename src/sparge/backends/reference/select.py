@@ -47,31 +47,35 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
 
 def first_steps(mass: Tensor, may: Tensor, keep: KeepError) -> Tensor:
     """The first step that keeps each block, int64; each step keeps what those before it do."""
-    masses = masses_of(keep, mass.shape[1])
-    kept = [select_blocks(mass, may, KeepMass(step)) for step in zip(*masses, strict=True)]
-    return (~torch.stack(kept)).sum(0)
+    masses = torch.tensor(masses_of(keep, mass.shape[1]), dtype=torch.float64, device=mass.device)
+    return (~keep_masses(mass, may, masses[:, None])).sum(-2)
 
 
 def select_blocks(mass: Tensor, may: Tensor, keep: KeepMass | KeepFraction) -> Tensor:
     """The kept set of every row, largest first, ties to the smaller index."""
-    Hq, n_k = mass.shape[1], mass.shape[-1]
-    # Blocks that may not be attended sort behind every block that may.
-    ranked = torch.where(may, mass, -1.0).sort(dim=-1, descending=True, stable=True)
-    if isinstance(keep, KeepFraction):
-        fraction = _column(heads_of(keep.fraction, Hq, none=1.0), mass.device)
-        # 0.7 · 10 is a little over 7 in binary; a person means 7.
-        needed = torch.ceil(fraction * may.sum(-1).double() - 1e-9).clamp(min=1)
-    else:
-        share = _column(heads_of(keep.mass, Hq, none=1.0), mass.device)
-        # fp64 adds fp32 masses exactly, or nearly so: where equal masses tie, they tie exactly.
-        reached = prefix_sum(ranked.values.clamp(min=0.0).double())
-        needed = (reached < (share * reached[..., -1]).unsqueeze(-1)).sum(-1) + 1
-        # No mass is nothing, however small: the whole of it takes every block.
-        needed = torch.where(share >= 1.0, n_k, needed)
-    rank = torch.arange(n_k, device=mass.device)
-    chosen = rank < needed.unsqueeze(-1)
-    return torch.zeros_like(may).scatter(-1, ranked.indices, chosen) & may
+    amounts = heads_of(keep.mass if isinstance(keep, KeepMass) else keep.fraction, mass.shape[1])
+    amount = torch.tensor(amounts, dtype=torch.float64, device=mass.device)[:, None]
+    if isinstance(keep, KeepMass):
+        return keep_masses(mass, may, amount[..., None]).squeeze(-2)
+    # 0.7 · 10 is a little over 7 in binary; 7 is meant.
+    needed = torch.ceil(amount * may.sum(-1).double() - 1e-9).clamp(min=1)
+    return (_ranked(mass, may)[1] < needed[..., None]) & may
 
 
-def _column(heads: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(heads, dtype=torch.float64, device=device)[:, None]
+def keep_masses(mass: Tensor, may: Tensor, masses: Tensor) -> Tensor:
+    """The fewest blocks, largest first, whose mass reaches each of `masses` `[..., S]`, as bool
+    `[..., S, n_k]` for `mass` and `may` `[..., n_k]`."""
+    values, rank = _ranked(mass, may)
+    # fp64 adds fp32 masses exactly, or nearly so: where equal masses tie, they tie exactly.
+    reached = prefix_sum(values.clamp(min=0.0).double())
+    needed = (reached[..., None, :] < (masses * reached[..., -1:])[..., None]).sum(-1) + 1
+    # A mass of 1 takes every block, however small the mass of the last ones.
+    needed = torch.where(masses >= 1.0, mass.shape[-1], needed)
+    return (rank[..., None, :] < needed[..., None]) & may[..., None, :]
+
+
+def _ranked(mass: Tensor, may: Tensor) -> tuple[Tensor, Tensor]:
+    """Masses in descending order, and the rank of every block; blocks that may not be attended
+    come last."""
+    values, order = torch.where(may, mass, -1.0).sort(dim=-1, descending=True, stable=True)
+    return values, order.argsort(-1)
