@@ -51,14 +51,15 @@ class Case:
         }  # fmt: skip
         self.call = check_call(self.q, self.k, self.v, **self.options)
         self.mask = as_4d(self.masks["attn_mask"])
-        self.tokens = tokens_of(self.call, Inputs(self.q, self.k, self.v, self.mask))
+        self.inputs = Inputs(self.q, self.k, self.v, self.mask)
+        self.tokens = tokens_of(self.call, self.inputs)
         self.scale, self.recipe = self.call.scale, d.recipe
         options = {k: v for k, v in self.options.items() if k != "recipe"}
         self.plan = sparge.make_plan(
             self.q, self.k, value=self.v, recipe=self.recipe, backend="reference", **options
         )
         stages = get_backend("reference").stages()
-        made = stages.prepare(self.call, self.q, self.k, self.v, to_plan=True, to_attend=True)
+        made = stages.prepare(self.call, self.inputs, to_plan=True, to_attend=True)
         self.prepared = contiguous(made)
         self.operands, self.statistics = self.prepared.operands, self.prepared.statistics
         self.out, self.lse, self.skips = self.attend("reference", self.plan)

@@ -25,7 +25,7 @@ from .case import EPS, PRECISE, Case, largest_of, need
 
 def judge_statistics(case: Case) -> None:
     recipe = case.recipe
-    made = cpu.prepare(case.call, case.q, case.k, case.v, to_plan=True, to_attend=True)
+    made = cpu.prepare(case.call, case.inputs, to_plan=True, to_attend=True)
     operands, found = made.operands, made.statistics
     if recipe.quantized:
         for name in ("query", "key", "value"):

@@ -7,7 +7,7 @@ import torch
 from sparge import KeepFraction, Recipe
 from sparge.backend import FixedCost
 from sparge.backends.reference import REFERENCE
-from sparge.call import Call
+from sparge.call import Call, Inputs
 from sparge.check import check_call
 from sparge.dispatch import Backend, get_backend
 
@@ -52,7 +52,7 @@ def operands_of(q, k, v, precision, backend, scale=None):
     """What the attend stage of a backend reads."""
     call = call_of(q, k, v, recipe=Recipe(precision=precision), scale=scale)
     stages = get_backend(backend).stages()
-    return stages.prepare(call, q, k, v, to_plan=False, to_attend=True).operands
+    return stages.prepare(call, Inputs(q, k, v), to_plan=False, to_attend=True).operands
 
 
 def only(runs):

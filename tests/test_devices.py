@@ -31,9 +31,9 @@ class NoHostReads(TorchDispatchMode):
 def device(add_backend):
     """A backend of another device whose stages stay on it: every block, plain torch."""
 
-    def prepare(call, query, key, value, *, to_plan, to_attend):
-        operands = sparge.qtensor.Operands(query, key, key if value is None else value)
-        return Prepared(operands, value=value)
+    def prepare(call, inputs, *, to_plan, to_attend):
+        value = inputs.key if inputs.value is None else inputs.value
+        return Prepared(sparge.qtensor.Operands(inputs.query, inputs.key, value))
 
     def predict(call, prepared, tokens):
         return torch.ones(call.B, call.Hq, call.n_q, call.n_k)

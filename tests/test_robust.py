@@ -133,12 +133,14 @@ def coarse(add_backend):
     """A backend with one scale per 32 queries and 64 keys, as kernels on GPUs like it."""
     rows = {"q_rows_per_scale": 32, "k_rows_per_scale": 64}
 
-    def prepare(call, query, key, value, *, to_plan, to_attend):
-        done = slow.prepare(call, query, key, value, to_plan=to_plan, to_attend=to_attend)
+    def prepare(call, inputs, *, to_plan, to_attend):
+        done = slow.prepare(call, inputs, to_plan=to_plan, to_attend=to_attend)
         if not to_attend:
             return done
         facts = {"scale": call.scale, "precision": call.recipe.precision}
-        return replace(done, operands=slow.quantize(query, key, value, **facts, **rows))
+        return replace(
+            done, operands=slow.quantize(inputs.query, inputs.key, inputs.value, **facts, **rows)
+        )
 
     add_backend("coarse", prepare=prepare)
     return "coarse"

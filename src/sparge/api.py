@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -25,66 +25,48 @@ from .record import note
 from .support.autocast import as_autocast
 from .tokenmask import as_4d
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since Python 3.11
+
 T = TypeVar("T")
 
 
+class PackedOptions(TypedDict, total=False):
+    """What `attention` and `attention_varlen` take by name, besides `return_lse`."""
+
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    causal_align: str
+    recipe: Recipe | None
+    backend: str
+
+
+class Options(PackedOptions, total=False):
+    """What `attention` takes by name, besides `return_lse`."""
+
+    attn_mask: Tensor | None
+    block_mask: Tensor | None
+    label: str
+
+
 @overload
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    attn_mask: Tensor | None = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    causal_align: str = ...,
-    recipe: Recipe | None = ...,
-    block_mask: Tensor | None = ...,
-    backend: str = ...,
     return_lse: Literal[False] = ...,
-    label: str = ...,
+    **rest: Unpack[Options],
 ) -> Tensor: ...
-
-
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    causal_align: str = ...,
-    recipe: Recipe | None = ...,
-    block_mask: Tensor | None = ...,
-    backend: str = ...,
-    return_lse: Literal[True],
-    label: str = ...,
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **rest: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    causal_align: str = ...,
-    recipe: Recipe | None = ...,
-    block_mask: Tensor | None = ...,
-    backend: str = ...,
-    return_lse: bool,
-    label: str = ...,
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **rest: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def attention(
     query: Tensor,
     key: Tensor,

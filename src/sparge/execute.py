@@ -75,9 +75,7 @@ def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> 
             # Blocks that the mask hides wholly are neither attended nor counted.
             plan = plan_from_mask(plan.to_mask(), tokens, error=plan.error)
         with watch.stage("prepare"):
-            prepared = stages.prepare(
-                call, inputs.query, inputs.key, inputs.value, to_plan=False, to_attend=True
-            )
+            prepared = stages.prepare(call, inputs, to_plan=False, to_attend=True)
         with watch.stage("attend"):
             done = stages.attend(call, prepared, plan, tokens)
     note(run_of("attend", watch, plan, done.pv_skips))
@@ -96,14 +94,7 @@ def _plan(
     """The first three stages; a block mask of the caller's is the plan itself."""
     stages, mask = backend.stages(), inputs.block_mask
     with watch.stage("prepare"):
-        prepared = stages.prepare(
-            call,
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            to_plan=mask is None,
-            to_attend=to_attend,
-        )
+        prepared = stages.prepare(call, inputs, to_plan=mask is None, to_attend=to_attend)
     if mask is not None:
         with watch.stage("select"):
             return prepared, plan_from_mask(

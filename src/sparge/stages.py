@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .blockplan import BlockPlan
-from .call import Call
+from .call import Call, Inputs
 from .geometry import BLOCK_Q
 from .qtensor import Operands, QTensor
 from .tokenmask import TokenMask
@@ -71,6 +71,18 @@ class Attended:
     pv_skips: Tensor
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What the gradient reads: inputs and output of the forward, and gradients of the output."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor
+
+
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -78,16 +90,7 @@ class Stages(Protocol):
     """What a backend implements. Inputs are checked and on one device; autograd and autocast are
     off. `call` holds shapes, scale and recipe; `tokens` which pairs may attend."""
 
-    def prepare(
-        self,
-        call: Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        *,
-        to_plan: bool,
-        to_attend: bool,
-    ) -> Prepared:
+    def prepare(self, call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
         """One pass. to_plan: statistics (and codes) that predict reads; to_attend: the operands
         of attend. Without a value, what planning alone needs."""
         ...
@@ -108,18 +111,7 @@ class Stages(Protocol):
         """The output over the blocks of a plan, in `call.dtype`."""
         ...
 
-    def backward(
-        self,
-        call: Call,
-        grad_out: Tensor,
-        grad_lse: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        plan: BlockPlan,
-        tokens: TokenMask,
-    ) -> Gradients:
+    def backward(self, call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gradients:
         """Gradients of query, key and value for `"half"` and `"exact"`; the plan is constant."""
         ...
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
-from .api import attention
+from .api import PackedOptions, attention
 from .backend import AUTO
 from .call import Call
 from .check import check_boundaries, check_varlen
@@ -16,6 +16,9 @@ from .recipe import Recipe
 from .record import apart, note
 from .support.autocast import as_autocast
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @overload
 def attention_varlen(
@@ -25,16 +28,9 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    causal_align: str = ...,
-    recipe: Recipe | None = ...,
-    backend: str = ...,
     return_lse: Literal[False] = ...,
+    **rest: Unpack[PackedOptions],
 ) -> Tensor: ...
-
-
 @overload
 def attention_varlen(
     query: Tensor,
@@ -43,16 +39,9 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    causal_align: str = ...,
-    recipe: Recipe | None = ...,
-    backend: str = ...,
     return_lse: Literal[True],
+    **rest: Unpack[PackedOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention_varlen(
     query: Tensor,
@@ -61,16 +50,9 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    causal_align: str = ...,
-    recipe: Recipe | None = ...,
-    backend: str = ...,
     return_lse: bool,
+    **rest: Unpack[PackedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def attention_varlen(
     query: Tensor,
     key: Tensor,

@@ -24,6 +24,7 @@ from ..dispatch.choose import asked_backend
 from ..execute import run_attend, run_attention, run_plan, run_varlen, tokens_of, undisturbed
 from ..recipe import KeepAll, Recipe, recipe_from_json
 from ..record import note
+from ..stages import Saved
 from . import meta
 
 _FACTS = "bool is_causal, SymInt offset, float scale, str recipe"
@@ -164,11 +165,8 @@ def _backward(
     plan = _checked_plan((counts, indices, allowed), call, query)
     tokens = tokens_of(call, Inputs(query, key, value, attn_mask))
     with undisturbed(call.device):
-        return (
-            _gradient_backend(call, backend)
-            .stages()
-            .backward(call, grad_out, grad_lse, query, key, value, out, plan, tokens)
-        )
+        saved = Saved(query, key, value, out, grad_out, grad_lse)
+        return _gradient_backend(call, backend).stages().backward(call, saved, plan, tokens)
 
 
 def _check_gradient(call: Call, *, dense: bool) -> None:

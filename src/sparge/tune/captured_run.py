@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends.dense import attend_dense
-from ..call import Call, work_dtype
+from ..call import Call, Inputs, work_dtype
 from ..check import check_call
 from ..dispatch import AUTO, Backend, choose, get_backend
 from ..geometry import n_blocks
@@ -57,9 +57,9 @@ def _call_of(capture: Capture, recipe: Recipe, i: int | None = None) -> Call:
 
 def prepare_capture(capture: Capture, recipe: Recipe, backend: Backend) -> Prepared:
     """One pass over the keys for all kept blocks."""
-    tensors = (capture.query, capture.key, capture.value)
+    inputs = Inputs(capture.query, capture.key, capture.value)
     call = _call_of(capture, recipe)
-    return backend.stages().prepare(call, *tensors, to_plan=True, to_attend=True)
+    return backend.stages().prepare(call, inputs, to_plan=True, to_attend=True)
 
 
 def exact_output(capture: Capture) -> Tensor:

@@ -11,7 +11,7 @@ from ...blockplan import BlockPlan
 from ...call import Call
 from ...qtensor import working
 from ...recipe import PRECISIONS, heads_of
-from ...stages import Attended, Gradients, Prepared
+from ...stages import Attended, Gradients, Prepared, Saved
 from ...tokenmask import TokenMask
 from . import library
 from .arguments import parts_of, token_parts
@@ -49,26 +49,16 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
     return Attended(out, lse, pv_skips)
 
 
-def backward(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    plan: BlockPlan,
-    tokens: TokenMask,
-) -> Gradients:
+def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gradients:
     """Summed in fp32, returned in the caller's dtypes."""
-    inputs = [query, key, value]
+    inputs = [saved.query, saved.key, saved.value]
     if call.recipe.precision == "half" and call.dtype == torch.float32:
         inputs = [working(x, "half") for x in inputs]
-    delta = (grad_out.float() * out.float()).sum(-1) - grad_lse.float()
+    delta = (saved.grad_out.float() * saved.out.float()).sum(-1) - saved.grad_lse.float()
     grads = [torch.empty(x.shape, dtype=torch.float32) for x in inputs]
     library.ops().backward(
         *inputs,
-        grad_out,
+        saved.grad_out,
         delta.contiguous(),
         _pv_skip(call),
         plan.counts.contiguous(),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...blockplan import BlockPlan
-from ...call import Call
+from ...call import Call, Inputs
 from ...geometry import BLOCK_Q
 from ...recipe import KeepFraction, Recipe
 from ...stages import Prepared
@@ -132,7 +132,7 @@ class _Trial:
             return took
 
         def make_plan() -> tuple[Prepared, BlockPlan]:
-            prepared = stages.prepare(call, q, k, v, to_plan=True, to_attend=True)
+            prepared = stages.prepare(call, Inputs(q, k, v), to_plan=True, to_attend=True)
             mass = stages.predict(call, prepared, tokens)
             return prepared, stages.select(call, prepared, mass, tokens)
 

@@ -7,22 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...call import Call
+from ...call import Call, Inputs
 from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ...qtensor import Operands, QTensor
 from ...stages import Prepared, Statistics
 from . import library
 
 
-def prepare(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    *,
-    to_plan: bool,
-    to_attend: bool,
-) -> Prepared:
+def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
+    query, key, value = inputs.query, inputs.key, inputs.value
     asked = _Asked(
         codes=call.recipe.quantized and (to_attend or call.samples_rows),
         pooled=to_plan and call.pools_blocks,

@@ -19,33 +19,23 @@ from ...call import Call, work_dtype
 from ...geometry import BLOCK_Q, block_range
 from ...qtensor import Operands, working
 from ...recipe import heads_of
-from ...stages import Gradients
+from ...stages import Gradients, Saved
 from ...support.ordered_sums import exp2, shift_of
 from ...tokenmask import TokenMask
 from .attend import Tile, kept_blocks, walk
 from .scores import HeadScores
 
 
-def backward(
-    call: Call,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    plan: BlockPlan,
-    tokens: TokenMask,
-) -> Gradients:
+def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gradients:
     """Derivatives of what the precision computes with: `"half"` rounds q, k and v, and the
     rounding itself is passed straight through."""
     work, precision = work_dtype(call.dtype), call.recipe.precision
-    q, k, v = (working(x, precision).to(work) for x in (query, key, value))
-    do, o = grad_out.to(work), out.to(work)
+    operands = Operands(saved.query, saved.key, saved.value)
+    q, k, v = (working(x, precision).to(work) for x in (saved.query, saved.key, saved.value))
+    do, o = saved.grad_out.to(work), saved.out.to(work)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    delta = (do * o).sum(-1) - grad_lse.to(work)
+    delta = (do * o).sum(-1) - saved.grad_lse.to(work)
     pv_skip = heads_of(call.recipe.pv_skip, call.Hq, none=math.inf)
-    operands = Operands(query, key, value)
     for b, h, i_q, kept in kept_blocks(plan):
         rows = block_range(i_q, BLOCK_Q, tokens.Lq)
         head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=precision)
@@ -56,7 +46,7 @@ def backward(
             ds = p * (dp - delta[b, h, rows, None]) * call.scale
             dq[b, h, rows] += ds @ k[b, h_k, cols]
             dk[b, h_k, cols] += ds.T @ q[b, h, rows]
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+    return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
 
 
 def _probabilities(tiles: list[Tile], work: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -11,22 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...call import Call
+from ...call import Call, Inputs
 from ...geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 from ...qtensor import Operands, QTensor
 from ...stages import Prepared, Statistics
 from ...support.ordered_sums import fold_sum, mean_over_rows
 
 
-def prepare(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    *,
-    to_plan: bool,
-    to_attend: bool,
-) -> Prepared:
+def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
+    query, key, value = inputs.query, inputs.key, inputs.value
     v = key if value is None else value
     operands = Operands(query, key, v)
     if call.recipe.quantized and (to_attend or call.samples_rows):
