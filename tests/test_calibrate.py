@@ -56,6 +56,15 @@ def test_measuring_gives_a_whole_model(quick):
     assert cache.read(found.key)[0] == found
 
 
+@pytest.mark.parametrize("share, steady", [(0.97, True), (0.62, False)])
+def test_processor_time_tells_how_busy_the_machine_was(quick, monkeypatch, share, steady):
+    """The spread of the turns does not: a program that runs all the time slows all of them."""
+    monkeypatch.setattr(time, "process_time", lambda: time.perf_counter() * share)
+    found = calibrate.measure()
+    assert found.busy == pytest.approx(1 - share, abs=0.01)
+    assert found.noise > 1.5 or found.steady == steady
+
+
 def test_a_machine_that_is_too_busy_says_so(quick, monkeypatch):
     monkeypatch.setattr(calibrate, "LIMIT", 0.0)
     with pytest.raises(RuntimeError, match="other programs use these cores"):

@@ -66,7 +66,7 @@ def measure(proceed: Callable[[], None] = lambda: None) -> Crossover:
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         took=time.perf_counter() - start,
         noise=statistics.median(statistics.median(t.attends) / t.attend for t in each),
-        busy=max(0.0, 1.0 - ran / wall),
+        busy=max(0.0, 1.0 - ran / (wall * threads)),
         measured=True,
     )
 
