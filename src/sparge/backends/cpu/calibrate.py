@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ...blockplan import BlockPlan
-from ...call import Call, Inputs
+from ...call import Inputs
+from ...check import check_call
 from ...geometry import BLOCK_Q
 from ...recipe import KeepFraction, Recipe
 from ...stages import Prepared
@@ -121,13 +122,11 @@ class _Trial:
     def take_turn(self, proceed: Callable[[], None]) -> float:
         proceed()
         q, k, v = self.inputs
-        B, H, L, D = q.shape
-        tokens = TokenMask(L, L)
-        scale, dtype, recipe = D**-0.5, q.dtype, _recipe(self.way)
-        call = Call(B, H, H, L, L, D, D, dtype, "cpu", scale, recipe)
+        call = check_call(q, k, v, recipe=_recipe(self.way))
+        tokens = TokenMask(call.Lq, call.Lk)
         if self.way in (DENSE_WAY, DENSE_LSE):
             lse = self.way == DENSE_LSE
-            took, _ = timed(lambda: attend_dense(q, k, v, tokens, scale=scale, need_lse=lse))
+            took, _ = timed(lambda: attend_dense(q, k, v, tokens, scale=call.scale, need_lse=lse))
             self.attends.append(took)
             return took
 
