@@ -135,7 +135,7 @@ def test_the_op_itself_has_a_gradient_or_says_why_not():
         facts = (True, 0, 0.3, recipe.to_json(), False, True, backend)
         return torch.ops.sparge.attention(q, k, v, None, None, *facts)[0]
 
-    with pytest.raises(ValueError, match="'int8', which has no gradient"):
+    with pytest.raises(ValueError, match="'int8' has no gradient"):
         op(Recipe(), "reference").sum().backward()
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
     truth = torch.autograd.grad(dense.square().sum(), (q, k, v))

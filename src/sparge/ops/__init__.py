@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,55 @@ _library.define(
 PlanTensors = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arguments of an op, by their names in its schema; Any where only some ops have them."""
+
+    query: Tensor
+    key: Tensor
+    value: Any = None
+    attn_mask: Tensor | None = None
+    block_mask: Tensor | None = None
+    counts: Any = None
+    indices: Any = None
+    allowed: Any = None
+    is_causal: bool
+    offset: int = 0
+    causal_align: str = "top_left"
+    scale: float
+    recipe: str
+    backend: str
+    return_lse: bool = False
+    needs_grad: bool = False
+    label: str = ""
+    out: Any = None
+    grad_out: Any = None
+    grad_lse: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.query, self.key, self.value, self.attn_mask, self.block_mask)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Arguments of `check_call`; heads may always be grouped here."""
+        names = ("is_causal", "scale", "backend")
+        facts = {name: getattr(self, name) for name in names}
+        return {**facts, "enable_gqa": True, "recipe": recipe_from_json(self.recipe)}
+
+    def call(self, **more: Any) -> Call:
+        masks = {"attn_mask": self.attn_mask, "block_mask": self.block_mask}
+        facts = {**masks, **self.facts, "offset": self.offset, **more}
+        return check_call(self.query, self.key, self.value, **facts)
+
+    def plan(self, call: Call) -> BlockPlan:
+        plan = plan_of_tensors((self.counts, self.indices, self.allowed), call)
+        check_plan(plan, call, self.query.device)
+        return plan
+
+
 def facts_of(call: Call) -> tuple[bool, int, float, str]:
     """What an op is told of a call besides its tensors."""
     return call.is_causal, call.offset, call.scale, call.recipe.to_json()
@@ -73,106 +122,48 @@ def plan_of_tensors(plan: PlanTensors, call: Call, error: Tensor | None = None) 
     )
 
 
-def _facts(is_causal: bool, offset: int, scale: float, recipe: str) -> dict[str, Any]:
-    """Arguments of `check_call`; heads may always be grouped here."""
-    facts = {"is_causal": is_causal, "offset": offset, "scale": scale, "enable_gqa": True}
-    return {**facts, "recipe": recipe_from_json(recipe)}
-
-
-def _plan(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    block_mask: Tensor | None,
-    is_causal: bool,
-    offset: int,
-    scale: float,
-    recipe: str,
-    backend: str,
-    value: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    masks: dict[str, Any] = {"attn_mask": attn_mask, "block_mask": block_mask}
-    facts = _facts(is_causal, offset, scale, recipe)
-    call = check_call(query, key, value, **masks, **facts, backend=backend, planning=True)
-    plan = run_plan(call, Inputs(query, key, value, **masks), backend=backend)
-    error = query.new_empty(0, dtype=torch.float64) if plan.error is None else plan.error
+def _plan(given: Given) -> tuple[Tensor, ...]:
+    plan = run_plan(given.call(planning=True), given.inputs, backend=given.backend)
+    error = given.query.new_empty(0, dtype=torch.float64) if plan.error is None else plan.error
     return plan.counts, plan.indices, plan.allowed, error
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    counts: Tensor,
-    indices: Tensor,
-    allowed: Tensor,
-    is_causal: bool,
-    offset: int,
-    scale: float,
-    recipe: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    facts = _facts(is_causal, offset, scale, recipe)
-    call = check_call(query, key, value, attn_mask=attn_mask, **facts, backend=backend)
-    plan = _checked_plan((counts, indices, allowed), call, query)
+def _attend(given: Given) -> tuple[Tensor, ...]:
+    call = given.call()
     # Whether it was made with the mask is not known here; without it, `allowed` is made anew.
-    plan = replace(plan, has_mask=False)
-    done = run_attend(call, Inputs(query, key, value, attn_mask), plan, backend=backend)
+    plan = replace(given.plan(call), has_mask=False)
+    done = run_attend(call, given.inputs, plan, backend=given.backend)
     return done.out, done.lse, done.pv_skips
 
 
-def _checked_plan(tensors: PlanTensors, call: Call, query: Tensor) -> BlockPlan:
-    plan = plan_of_tensors(tensors, call)
-    check_plan(plan, call, query.device)
-    return plan
-
-
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    attn_mask: Tensor | None,
-    counts: Tensor,
-    indices: Tensor,
-    allowed: Tensor,
-    is_causal: bool,
-    offset: int,
-    scale: float,
-    recipe: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    facts = _facts(is_causal, offset, scale, recipe)
-    call = check_call(query, key, value, attn_mask=attn_mask, **facts)
-    for name, x, shape in (
-        ("grad_out", grad_out, (call.B, call.Hq, call.Lq, call.Dv)),
-        ("out", out, (call.B, call.Hq, call.Lq, call.Dv)),
-        ("grad_lse", grad_lse, (call.B, call.Hq, call.Lq)),
+def _backward(given: Given) -> tuple[Tensor, ...]:
+    call = replace(given.call(backend=AUTO), needs_grad=True)
+    query, rows = given.query, (call.B, call.Hq, call.Lq)
+    for name, shape in (
+        ("grad_out", (*rows, call.Dv)),
+        ("out", (*rows, call.Dv)),
+        ("grad_lse", rows),
     ):
+        x = getattr(given, name)
         if x.shape != shape or x.device != query.device or not x.is_floating_point():
             raise ValueError(
                 f"{name} must be floating point of shape {list(shape)} on {query.device}, got "
                 f"{x.dtype} {list(x.shape)} on {x.device}"
             )
-    call = replace(call, needs_grad=True)
-    dense = choose(call, backend).backend == DENSE
+    dense = choose(call, given.backend).backend == DENSE
     _check_gradient(call, dense=dense)
     if dense:  # it kept every block and rounded nothing
         call = replace(call, recipe=Recipe(KeepAll(), precision="exact"))
-    plan = _checked_plan((counts, indices, allowed), call, query)
-    tokens = tokens_of(call, Inputs(query, key, value, attn_mask))
+    plan, tokens = given.plan(call), tokens_of(call, given.inputs)
+    saved = Saved(query, given.key, given.value, given.out, given.grad_out, given.grad_lse)
     with undisturbed(call.device):
-        saved = Saved(query, key, value, out, grad_out, grad_lse)
-        return _gradient_backend(call, backend).stages().backward(call, saved, plan, tokens)
+        return _gradient_backend(call, given.backend).stages().backward(call, saved, plan, tokens)
 
 
 def _check_gradient(call: Call, *, dense: bool) -> None:
     if call.recipe.quantized and not dense:
         raise ValueError(
-            f"precision {call.recipe.precision!r}, which has no gradient; use 'half' or 'exact'"
+            f"precision {call.recipe.precision!r} has no gradient; use 'half' or 'exact'"
         )
 
 
@@ -185,34 +176,17 @@ def _gradient_backend(call: Call, backend: str) -> Backend:
     return next(b for b in backends() if b.refusal(where, call) is None)
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    block_mask: Tensor | None,
-    is_causal: bool,
-    offset: int,
-    scale: float,
-    recipe: str,
-    return_lse: bool,
-    needs_grad: bool,
-    backend: str,
-    label: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = Inputs(query, key, value, attn_mask, block_mask)
-    facts = _facts(is_causal, offset, scale, recipe)
-    call, choice = check_and_choose(
-        inputs, backend=backend, **facts, return_lse=return_lse, label=label
-    )
-    if needs_grad:
+def _attention(given: Given) -> tuple[Tensor, ...]:
+    inputs, options = given.inputs, {"return_lse": given.return_lse, "label": given.label}
+    call, choice = check_and_choose(inputs, **given.facts, offset=given.offset, **options)
+    if given.needs_grad:
         call = replace(call, needs_grad=True)
-        choice = choose(call, backend)
+        choice = choose(call, given.backend)
         _check_gradient(call, dense=choice.backend == DENSE)
     done = run_attention(call, choice, inputs)
     note(done.run)
     plan = done.plan or _plan_of_dense(call, inputs)
-    lse = _unasked(query, query.shape[:3]) if done.lse is None else done.lse
+    lse = _unasked(given.query, given.query.shape[:3]) if done.lse is None else done.lse
     return done.out.contiguous(), lse, plan.counts, plan.indices, plan.allowed
 
 
@@ -226,32 +200,14 @@ def _plan_of_dense(call: Call, inputs: Inputs) -> BlockPlan:
     return plan_of_tensors((counts, indices, allowed), call)
 
 
-def _attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    causal_align: str,
-    scale: float,
-    recipe: str,
-    return_lse: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    packed = (query, key, value, cu_seqlens_q, cu_seqlens_k)
-    call = check_varlen(
-        *packed,
-        is_causal=is_causal,
-        causal_align=causal_align,
-        scale=scale,
-        enable_gqa=True,
-        recipe=recipe_from_json(recipe),
-        backend=backend,
-        return_lse=return_lse,
-    )
-    cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
-    out, lse = run_varlen(call, query, key, value, cuts, backend=backend, align=causal_align)
+def _attention_varlen(given: Given) -> tuple[Tensor, ...]:
+    query, key, align = given.query, given.key, given.causal_align
+    boundaries = (given.cu_seqlens_q, given.cu_seqlens_k)
+    options = {"causal_align": align, "return_lse": given.return_lse}
+    call = check_varlen(query, key, given.value, *boundaries, **given.facts, **options)
+    cuts = check_boundaries(query, key, *boundaries)
+    packed = (query, key, given.value)
+    out, lse = run_varlen(call, *packed, cuts, backend=given.backend, align=align)
     return out, _unasked(query, (query.shape[1], query.shape[0])) if lse is None else lse
 
 
@@ -288,12 +244,22 @@ def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-def _or_fake(impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors on the meta device have shapes and no numbers."""
-    return lambda query, *rest: (fake if query.is_meta else impl)(query, *rest)
+def _kernel(
+    name: str, impl: Callable[[Given], Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The op's function: by names, or the fake one for tensors on the meta device."""
+    names = [
+        argument.name for argument in getattr(torch.ops.sparge, name).default._schema.arguments
+    ]
+
+    def run(*values: Any) -> Any:
+        # Arguments left at their defaults are not passed on.
+        return fake(*values) if values[0].is_meta else impl(Given(**dict(zip(names, values))))  # noqa: B905
+
+    return run
 
 
-_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+_OPS: dict[str, tuple[Callable[[Given], Any], Callable[..., Any]]] = {
     "plan": (_plan, meta.plan),
     "attend": (_attend, meta.attend),
     "attend_backward": (_backward, meta.attend_backward),
@@ -306,7 +272,7 @@ _AUTOGRAD: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
     "attend_backward": (_no_second_derivative, None),
 }
 for _name, (_impl, _fake) in _OPS.items():
-    _library.impl(_name, _or_fake(_impl, _fake), "CompositeExplicitAutograd")
+    _library.impl(_name, _kernel(_name, _impl, _fake), "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparge::{_name}", _fake, lib=_library)
 for _name, (_back, _save) in _AUTOGRAD.items():
     torch.library.register_autograd(f"sparge::{_name}", _back, setup_context=_save, lib=_library)
