@@ -202,11 +202,11 @@ def _plan_of_dense(call: Call, inputs: Inputs) -> BlockPlan:
 
 def _attention_varlen(given: Given) -> tuple[Tensor, ...]:
     query, key, align = given.query, given.key, given.causal_align
-    boundaries = (given.cu_seqlens_q, given.cu_seqlens_k)
-    options = {"causal_align": align, "return_lse": given.return_lse}
-    call = check_varlen(query, key, given.value, *boundaries, **given.facts, **options)
-    cuts = check_boundaries(query, key, *boundaries)
     packed = (query, key, given.value)
+    boundaries = (given.cu_seqlens_q, given.cu_seqlens_k)
+    facts = {**given.facts, "causal_align": align, "return_lse": given.return_lse}
+    call = check_varlen(*packed, *boundaries, **facts)
+    cuts = check_boundaries(query, key, *boundaries)
     out, lse = run_varlen(call, *packed, cuts, backend=given.backend, align=align)
     return out, _unasked(query, (query.shape[1], query.shape[0])) if lse is None else lse
 
