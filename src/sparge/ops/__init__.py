@@ -177,8 +177,8 @@ def _gradient_backend(call: Call, backend: str) -> Backend:
 
 
 def _attention(given: Given) -> tuple[Tensor, ...]:
-    inputs, options = given.inputs, {"return_lse": given.return_lse, "label": given.label}
-    call, choice = check_and_choose(inputs, **given.facts, offset=given.offset, **options)
+    inputs, more = given.inputs, {"return_lse": given.return_lse, "label": given.label}
+    call, choice = check_and_choose(inputs, **{**given.facts, "offset": given.offset, **more})
     if given.needs_grad:
         call = replace(call, needs_grad=True)
         choice = choose(call, given.backend)
@@ -253,8 +253,10 @@ def _kernel(
     ]
 
     def run(*values: Any) -> Any:
-        # Arguments left at their defaults are not passed on.
-        return fake(*values) if values[0].is_meta else impl(Given(**dict(zip(names, values))))  # noqa: B905
+        if values[0].is_meta:
+            return fake(*values)
+        # Trailing arguments that have their default are not passed on.
+        return impl(Given(**dict(zip(names, values, strict=False))))
 
     return run
 
