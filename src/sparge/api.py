@@ -110,7 +110,8 @@ def attention(
         return_lse=return_lse,
         label=label,
     )
-    inputs = Inputs(query, key, value, as_4d(attn_mask), as_4d(block_mask))
+    if attn_mask is not None or block_mask is not None:
+        inputs = Inputs(query, key, value, as_4d(attn_mask), as_4d(block_mask))
     dense = call.needs_grad and choice.backend == DENSE
     if torch.compiler.is_compiling() and dense:
         # torch's own gradient; the one case that cannot be recorded
@@ -120,7 +121,7 @@ def attention(
         )
     elif torch.compiler.is_compiling() or wants_op(query) or (call.needs_grad and not dense):
         flags = (return_lse, call.needs_grad, backend, label)
-        out, lse, *_ = torch.ops.sparge.attention(*inputs.tensors(), *facts_of(call), *flags)
+        out, lse, *_ = torch.ops.sparge.attention(*inputs, *facts_of(call), *flags)
     else:
         # The same work without the dispatcher, whose cost is noticeable in short calls.
         done = run_attention(call, choice, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,7 @@ from .geometry import BLOCK_K, BLOCK_Q, n_blocks
 from .recipe import KeepAll, Recipe
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The tensors of one call. A plan without `KeepError` needs no value."""
 
     query: Tensor
@@ -20,9 +20,6 @@ class Inputs:
     value: Tensor | None
     attn_mask: Tensor | None = None
     block_mask: Tensor | None = None
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.query, self.key, self.value, self.attn_mask, self.block_mask
 
 
 @dataclass(frozen=True)

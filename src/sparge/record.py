@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from .recipe import Recipe
 
 _collectors: ContextVar[tuple[list[Run], ...]] = ContextVar("sparge_record", default=())
 _watchers: dict[str, Callable[[Run], None]] = {}
+_UNTIMED = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,11 @@ class Stopwatch:
         self.call, self.choice, self.device = call, choice, device
         self.seconds: dict[str, float] = {}
 
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return self._timed(name) if self.active else _UNTIMED
+
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        if not self.active:
-            yield
-            return
+    def _timed(self, name: str) -> Iterator[None]:
         self._wait()
         start = time.perf_counter()
         yield

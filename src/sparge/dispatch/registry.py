@@ -42,4 +42,4 @@ def get_backend(name: str) -> Backend:
 
 def generation() -> int:
     """Generation counter; a change invalidates cached choices."""
-    return _changes + sum(backend.cost.generation for backend in _backends.values())
+    return _changes + sum([backend.cost.generation for backend in _backends.values()])
