@@ -23,8 +23,7 @@ from .support.ordered_sums import fold_sum
 
 MIN_HEAD_DIM = 8
 SINK_TOKENS = 2
-SEGMENT = (48, 320)
-"""Shortest and longest segment of one topic, in tokens."""
+SEGMENT = (48, 320)  # shortest and longest segment of one topic, in tokens
 WAVELENGTHS = (48.0, 4096.0)
 TOKENS_PER_TOPIC = 256
 OFFSET = 3.0

@@ -12,8 +12,7 @@ from .truth import Truth, dense_pairs, kept_pairs, relative_l1
 
 ATTEND, TOTAL = "attend", "total"
 """Names in a record's seconds: the last stage, and the sum of all stages."""
-FLOPS_PER_SCORE = 4
-"""Times the head dim: multiply and add, for QK and for PV."""
+FLOPS_PER_SCORE = 4  # times the head dim: multiply and add, for QK and for PV
 
 
 def case_rows(case: Mapping[str, Any], contenders: Sequence[Contender]) -> list[dict[str, Any]]:

@@ -14,12 +14,10 @@ from .compiled_flex import CompiledFlex
 from .contender import Contender, Flex, Inputs, Sparse
 from .lineup import DTYPES, FLEX, SDPA, Entry
 
-SAMPLED_ROWS = 64
-"""Query rows of each head on which errors are measured."""
+SAMPLED_ROWS = 64  # query rows of each head on which errors are measured
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 SECONDS_PER_CASE = 5.0
-WARM_UP = 2.0
-"""A first round shorter than this many seconds is discarded."""
+WARM_UP = 2.0  # a first round shorter than this many seconds is discarded
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from ..support.turns import take_turns, threads
 from .lineup import DTYPES
 
 SIZES = (256, 1024)
-SECONDS = 0.3
-"""Spent on each product; the fastest run counts."""
-TOO_SLOW = 2.0
-"""Seconds of one product that is not worth measuring."""
+SECONDS = 0.3  # spent on each product; the fastest run counts
+TOO_SLOW = 2.0  # seconds of one product that is not worth measuring
 
 
 def gemm_peaks(counts: Iterable[int]) -> dict[int, dict[str, Any]]:

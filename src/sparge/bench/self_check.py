@@ -25,8 +25,7 @@ from .truth import Truth, relative_l1
 Inputs = tuple[Tensor, Tensor, Tensor]
 # About three times the reference's error on these inputs; a wrong block costs far more.
 TOLERANCES = {"exact": 1e-5, "half": 0.01, "int8": 0.01, "int8-fast": 0.02}
-LENGTH = 331
-"""The last query block and the last key block are partial."""
+LENGTH = 331  # the last query block and the last key block are partial
 SPARSE = {
     "40 % by mean": Recipe(keep=KeepFraction(0.4), predictor="mean"),
     "40 % by mean, fast": Recipe(keep=KeepFraction(0.4), predictor="mean", precision="int8-fast"),

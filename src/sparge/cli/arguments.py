@@ -14,8 +14,7 @@ MODEL = "smollm2-135m-instruct"
 MODEL_HELP = "a model of the zoo, or a directory that transformers can load"
 RECIPE_HELP = "a JSON object, or a file that holds one"
 TEXT_HELP = "a text of the zoo, or a file"
-RECIPE_BYTES = 1 << 20
-"""Largest recipe file that is read."""
+RECIPE_BYTES = 1 << 20  # largest recipe file that is read
 
 
 def whole(text: str) -> int:

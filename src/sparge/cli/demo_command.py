@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from ..showcase.measure import Prepared
     from ..showcase.result import Showcase
 
-STEPS = 4
-"""Of a run, besides its prefills: loading, warming up, perplexity, attention maps."""
+STEPS = 4  # of a run, besides its prefills: loading, warming up, perplexity, attention maps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

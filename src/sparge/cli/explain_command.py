@@ -21,8 +21,7 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-MAX_ELEMENTS = 2**48
-"""Of one tensor: 512 TB in bf16, far above any real call."""
+MAX_ELEMENTS = 2**48  # of one tensor: 512 TB in bf16, far above any real call
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,10 +16,8 @@ from ..support.atomic_files import replace_file
 if TYPE_CHECKING:
     from rich.console import Console
 
-PIPE_WIDTH = 150
-"""Columns of a table that does not go to a terminal."""
-TEXT_WIDTH = 14
-"""Columns of text fold in a narrow terminal, but not below this width."""
+PIPE_WIDTH = 150  # columns of a table that does not go to a terminal
+TEXT_WIDTH = 14  # columns of text fold in a narrow terminal, but not below this width
 
 
 def deliver(document: dict[str, Any], args: argparse.Namespace, show: Callable[[], None]) -> None:

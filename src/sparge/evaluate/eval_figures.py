@@ -9,8 +9,7 @@ from typing import Any
 from ..report.figure import new_figure, to_png
 from ..support.atomic_files import replace_file
 
-WORST_LOSS = 2.0
-"""Losses above this have the same colour."""
+WORST_LOSS = 2.0  # losses above this have the same colour
 
 
 def draw(document: dict[str, Any], directory: Path) -> list[Path]:

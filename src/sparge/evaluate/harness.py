@@ -22,10 +22,8 @@ from ..support.atomic_files import replace_file
 TASK_FILES = Path(__file__).parent / "tasks"
 NEEDLE_TASK, LONGTEXT_TASK = "sparge_needle", "sparge_longtext"
 OWN_TASKS = (NEEDLE_TASK, LONGTEXT_TASK)
-SEED = 1234
-"""Of few-shot examples, as in lm-eval's command line."""
-ANSWER_ROWS = 64
-"""Last rows of logits that a short answer needs; other rows are not computed."""
+SEED = 1234  # of few-shot examples, as in lm-eval's command line
+ANSWER_ROWS = 64  # last rows of logits that a short answer needs; other rows are not computed
 
 
 def require_lm_eval(what: str) -> None:

@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 256
-"""Rows of logits in memory at once."""
-PROBE = 8
-"""Tokens used to test whether the output layer alone makes the logits."""
+ROWS = 256  # rows of logits in memory at once
+PROBE = 8  # tokens used to test whether the output layer alone makes the logits
 
 
 class Outputs:

@@ -50,10 +50,7 @@ def measure_needle(tested: TestedModel, cell: Cell) -> dict[str, Any]:
     i = list(needles).index((cell.length, cell.depth))
     task = tested.needle_task()
     lm = harness.wrap(
-        tested.model,
-        tested.tokenizer,
-        max_length=max(tested.settings.lengths),
-        answers_only=True,
+        tested.model, tested.tokenizer, max_length=max(tested.settings.lengths), answers_only=True
     )
     with tested.variant(cell.variant) as handle:
         loss, found, tokens = harness.answer_of(task, harness.NEEDLE_TASK, i, lm)

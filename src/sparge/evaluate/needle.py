@@ -20,8 +20,7 @@ FACT = "The special magic number for {city} is: {number}."
 QUESTION = "What is the special magic number for {city}?"
 PREFIX = "The special magic number for {city} is:"
 SENTENCE_END = re.compile(r"[.!?][\"')]?\s+")
-SHORTEST_TEXT = 16
-"""Fewest tokens of text besides the question and the chat template."""
+SHORTEST_TEXT = 16  # fewest tokens of text besides the question and the chat template
 
 
 @dataclass(frozen=True)

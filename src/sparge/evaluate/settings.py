@@ -16,8 +16,7 @@ DENSE_VARIANT, SPARGE_VARIANT = "dense", "sparge"
 VARIANTS = (DENSE_VARIANT, SPARGE_VARIANT)
 PREFILL, PERPLEXITY, NEEDLE, ERRORS, TASKS = "prefill", "perplexity", "needle", "errors", "tasks"
 MEASURES = (PREFILL, PERPLEXITY, NEEDLE, ERRORS, TASKS)
-WITH_HARNESS = (NEEDLE, TASKS)
-"""Measures that run through lm-eval."""
+WITH_HARNESS = (NEEDLE, TASKS)  # measures that run through lm-eval
 SHORT = 512
 """Tokens of a prefill so short that dense attention is faster; sparge must not slow it down."""
 DEFAULT_LENGTHS = (2048, 4096, 8192)

@@ -22,14 +22,7 @@ from . import harness
 from .logits import splits
 from .model_directory import config_of, directory_of, fingerprint, max_tokens, tokenizer_of
 from .needle import Needle, counter, make_needle
-from .settings import (
-    DENSE_VARIANT,
-    NEEDLE,
-    SPARGE_VARIANT,
-    TASKS,
-    WITH_HARNESS,
-    Settings,
-)
+from .settings import DENSE_VARIANT, NEEDLE, SPARGE_VARIANT, TASKS, WITH_HARNESS, Settings
 from .texts import Text, cut, read_text
 
 
@@ -73,9 +66,7 @@ def check(settings: Settings) -> Checked:
     _check_lengths(settings, max_tokens(config))
     if TASKS in settings.measures:
         harness.check_tasks(
-            settings.tasks,
-            length=min(settings.lengths),
-            tokenizer_path=str(directory.resolve()),
+            settings.tasks, length=min(settings.lengths), tokenizer_path=str(directory.resolve())
         )
     tokenizer = tokenizer_of(directory)
     if settings.needed_tokens or harness.LONGTEXT_TASK in settings.tasks:
@@ -174,8 +165,7 @@ def total_runs(report: Any) -> dict[str, int]:
     return dict(total)
 
 
-PAGE = 100_000
-"""Characters per document of the task sparge_longtext, more than any window."""
+PAGE = 100_000  # characters per document of the task sparge_longtext, more than any window
 
 
 def pages_of(text: str) -> list[str]:

@@ -17,8 +17,7 @@ from ..recipe import Recipe
 from ..tokenmask import TokenMask
 from .result import AttentionMap
 
-SHOWN = 6
-"""Heads that are drawn, from the sparsest to the densest."""
+SHOWN = 6  # heads that are drawn, from the sparsest to the densest
 
 
 @dataclass(frozen=True)

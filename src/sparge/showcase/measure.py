@@ -31,8 +31,7 @@ from ..support.turns import no_garbage_collection, take_turns
 from .attention_maps import LayerCall, attention_maps, head_errors
 from .result import HiddenFact, Reading, Showcase
 
-DEPTH = 40
-"""Percent of the document before the needle."""
+DEPTH = 40  # percent of the document before the needle
 ANSWER_TOKENS = 12
 WARMUP_TOKENS = 512
 """Read by both variants before timing: starts threads, and calibrates the CPU if needed."""

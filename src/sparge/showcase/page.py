@@ -107,11 +107,7 @@ def tiles(show: Showcase) -> str:
             f"{dense.perplexity:.3f} → {sparge.perplexity:.3f}",
             "",
         ),
-        (
-            "Needle",
-            *say.NEEDLE_SHORT[dense.found, sparge.found],
-            needle_kind,
-        ),
+        ("Needle", *say.NEEDLE_SHORT[dense.found, sparge.found], needle_kind),
     ]
     made = [
         f'<div class="tile"><span class="what">{escape(what)}</span>'

@@ -18,8 +18,7 @@ from .result import AttentionMap, Showcase
 
 FAINTEST = 1e-4
 """Shares below this have the same colour. With uniform attention over 8192 keys it is 8e-3."""
-ACROSS = 3
-"""Maps in a row."""
+ACROSS = 3  # maps in a row
 DPI = 140
 
 

@@ -25,11 +25,9 @@ class ZooModel:
     license: str
     carrier: Carrier
     member: str
-    sha256: str
-    """Of the member, a GGUF file."""
+    sha256: str  # of the member, a GGUF file
     size: int
-    converted_size: int
-    """Approximate bytes on disk as float32 safetensors."""
+    converted_size: int  # approximate bytes on disk as float32 safetensors
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,9 @@ class ZooText:
     name: str
     about: str
     license: str
-    carrier: Carrier | None = None
-    """None: nothing to download."""
-    folder: str = ""
-    """All .txt files in this folder of the wheel, sorted by name."""
-    sha256: str = ""
-    """Of the joined text; "" where it depends on the machine."""
+    carrier: Carrier | None = None  # None: nothing to download
+    folder: str = ""  # all .txt files in this folder of the wheel, sorted by name
+    sha256: str = ""  # of the joined text; "" where it depends on the machine
 
 
 MODELS = {

