@@ -17,6 +17,7 @@ from sparge.backends.cpu import library as native
 from sparge.cli import demo_command, main
 from sparge.report.table import to_json
 from sparge.showcase import page_figures
+from sparge.support import optional_libraries
 from tiny_lm import make_tokenizer, save, sentences
 
 pytestmark = pytest.mark.usefixtures("piped")
@@ -156,17 +157,14 @@ def test_offline_it_says_what_is_missing(capsys, tmp_path, monkeypatch):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_without_a_library_the_extra_is_named(argv, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(page_figures, "find_spec", lambda name: None)
-        assert "sparge[demo]" in complaint(argv, capsys, 3)
-
-    def missing(*_):
-        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-
-    monkeypatch.setattr("sparge.showcase.measure.tokenizer_of", missing)
+@pytest.mark.parametrize("missing", ["matplotlib", "transformers"])
+def test_without_a_library_the_extra_is_named(missing, argv, capsys, monkeypatch):
+    real = optional_libraries.find_spec
+    monkeypatch.setattr(
+        optional_libraries, "find_spec", lambda name: None if name == missing else real(name)
+    )
     message = complaint(argv, capsys, 3)
-    assert "the demo needs transformers" in message
+    assert f"{missing}: not installed" in message
     assert "sparge[demo]" in message
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 import torch
 
 from showcases import make_reading, make_show
-from sparge import Recipe, Unsupported
+from sparge import Recipe
 from sparge.report.table import Table, to_json
 from sparge.showcase import comparison, page_figures
 from sparge.showcase.page import make_page
@@ -233,9 +233,3 @@ def test_the_table_is_one_of_the_house():
     table = comparison.comparison_table(make_show())
     assert isinstance(table, Table)
     assert table.cells()[0] == ["seconds to the first token", "25.0 s", "10.0 s", "3.00x the speed"]
-
-
-def test_without_matplotlib_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(page_figures, "find_spec", lambda name: None)
-    with pytest.raises(Unsupported, match=r"sparge\[demo\]"):
-        page_figures.require_matplotlib()

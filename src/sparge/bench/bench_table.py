@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..report.machine import load_text
+from ..report.machine import machine_text
 from ..report.table import Column, Table, error, milliseconds, share, three_digits, times
 from .cases import SAMPLED_ROWS, Case
 
@@ -46,8 +46,7 @@ def _notes(document: dict[str, Any], rows: list[dict[str, Any]], stages: list[st
         for n, peak in document["peaks"].items()
     )
     return [
-        f"machine: {document['machine_line']}; sparge's instruction set: "
-        f"{document['isa'] or 'none'}; load average at the start: {load_text(document)}.",
+        f"machine: {machine_text(document)}.",
         f"sparge is slower than SDPA in {len(lost)} of its {len(ours)} rows, marked{LOSES}.",
         "case: tokens, head dim, diagonal, threads. contender: what is kept. Inputs are bf16 "
         "unless the name says fp32; sparge computes in int8 (fast: int8-fast) and predicts by mean "

@@ -10,7 +10,8 @@ import torch
 from ..backends.cpu.library import ENV_ISA
 from ..bench.self_check import LENGTH, check_backends
 from ..call import Call
-from ..dispatch import AUTO, DENSE, ENV, Choice, backends, choose
+from ..check import check_call
+from ..dispatch import AUTO, DENSE, ENV, backends, choose
 from ..errors import Unsupported
 from ..recipe import DEFAULT
 from ..report import crossover_status
@@ -37,11 +38,8 @@ CHECK_COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="measure again where dense attention is faster, and store it in the cache directory",
-    )
+    calibrate = "measure again where dense attention is faster, and store the result"
+    parser.add_argument("--calibrate", action="store_true", help=calibrate)
     add_json(parser)
 
 
@@ -66,58 +64,29 @@ def run(args: argparse.Namespace) -> int:
 
 def sample_call(device: str) -> Call:
     """The attention of one Llama-like layer at prefill."""
-    D = 128
-    return Call(
-        B=1,
-        Hq=32,
-        Hk=8,
-        Lq=8192,
-        Lk=8192,
-        D=D,
-        Dv=D,
-        dtype=torch.bfloat16,
-        device=device,
-        scale=D**-0.5,
-        recipe=DEFAULT,
-        is_causal=True,
-    )
+    element = torch.empty((), dtype=torch.bfloat16, device=device)
+    query, key = element.expand(1, 32, 8192, 128), element.expand(1, 8, 8192, 128)
+    return check_call(query, key, key, is_causal=True, enable_gqa=True, recipe=DEFAULT)
 
 
 def judge_backends(call: Call) -> dict[str, Any]:
     """For each backend whether it serves the call, and whether `auto` chooses it."""
-    auto = _auto(call)
+    names = [*(backend.name for backend in backends()), DENSE]
+    try:
+        auto = choose(call, AUTO)
+        verdicts = {**auto.rejected, auto.backend: f"chosen: {auto.reason}"}
+    except (Unsupported, ValueError) as failure:  # such as an unknown name in the environment
+        verdicts = dict.fromkeys(names, f"fails: {failure}")
     rows = []
-    for name in (*(backend.name for backend in backends()), DENSE):
-        why_not = _refusal(call, name)
-        if isinstance(auto, str):
-            verdict = f"fails: {auto}"
-        else:
-            verdict = f"chosen: {auto.reason}" if auto.backend == name else auto.rejected[name]
-        rows.append(
-            {
-                "backend": name,
-                "serves": "yes" if why_not is None else "no",
-                "why_not": why_not,
-                "auto": verdict,
-            }
-        )
+    for name in names:
+        try:
+            choose(call, name)
+            serves, why_not = "yes", None
+        except Unsupported as refusal:
+            serves, why_not = "no", refusal.reasons[name]
+        row = {"backend": name, "serves": serves, "why_not": why_not, "auto": verdicts[name]}
+        rows.append(row)
     return {"call": str(call), "rows": rows}
-
-
-def _auto(call: Call) -> Choice | str:
-    """The choice, or why there is none, such as an unknown name in the environment."""
-    try:
-        return choose(call, AUTO)
-    except (Unsupported, ValueError) as failure:
-        return str(failure)
-
-
-def _refusal(call: Call, name: str) -> str | None:
-    try:
-        choose(call, name)
-    except Unsupported as refusal:
-        return refusal.reasons[name]
-    return None
 
 
 def show(document: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import logging
@@ -11,12 +10,13 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..errors import Unsupported
+import torch
+
 from ..support.atomic_files import replace_file
 
 TASK_FILES = Path(__file__).parent / "tasks"
@@ -26,18 +26,8 @@ SEED = 1234  # of few-shot examples, as in lm-eval's command line
 ANSWER_ROWS = 64  # last rows of logits that a short answer needs; other rows are not computed
 
 
-def require_lm_eval(what: str) -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise Unsupported(
-            f"{what} needs EleutherAI's lm-eval, which is not installed",
-            {},
-            'install it with: pip install "sparge[eval]"',
-        )
-
-
 def check_tasks(names: Sequence[str], *, length: int, tokenizer_path: str) -> None:
     """Raise ValueError for a name that lm-eval does not know."""
-    require_lm_eval("the measure tasks")
     if set(names) <= set(OWN_TASKS):
         return
     known = {*task_manager(length, tokenizer_path).all_tasks, *OWN_TASKS}
@@ -78,25 +68,17 @@ def write_task(name: str, documents: Sequence[Mapping[str, Any]], directory: Pat
 
 def load_task(name: str, directory: Path) -> Any:
     """Load a task that `write_task` wrote."""
+    options = {"include_path": str(directory), "include_defaults": False}
     with no_output():
-        manager = import_module("lm_eval.tasks").TaskManager(
-            include_path=str(directory), include_defaults=False
-        )
-        return manager.load([name])
+        return import_module("lm_eval.tasks").TaskManager(**options).load([name])
 
 
 def answer_of(loaded: Any, name: str, i: int, lm: Any) -> tuple[float, bool, int]:
     """Document i: mean loss of the answer's tokens, whether greedy writes it, number of tokens."""
     has_template = lm.tokenizer.chat_template is not None
-    with no_output():
-        found = import_module("lm_eval.evaluator").evaluate(
-            lm=lm,
-            task_dict=loaded,
-            samples={name: [i]},
-            bootstrap_iters=0,
-            log_samples=True,
-            apply_chat_template=has_template,
-        )
+    found = _evaluate(
+        lm, loaded, samples={name: [i]}, log_samples=True, apply_chat_template=has_template
+    )
     (sample,) = found["samples"][name]
     likelihood, is_greedy = sample["filtered_resps"][0]
     context, answer = sample["arguments"][0]
@@ -136,10 +118,7 @@ def scores_of(
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEED)
-    with no_output():
-        found = import_module("lm_eval.evaluator").evaluate(
-            lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=False
-        )
+    found = _evaluate(lm, loaded, limit=limit, log_samples=False)
     scores = {}
     for task, metrics in found["results"].items():
         for metric, value in metrics.items():
@@ -151,42 +130,29 @@ def scores_of(
     return {metric: value for metric, value in scores.items() if math.isfinite(value)}
 
 
-def wrap(model: Any, tokenizer: Any, *, max_length: int, answers_only: bool = False) -> Any:
-    """The model for lm-eval; `answers_only` computes the logits of the last rows only."""
+def _evaluate(lm: Any, loaded: Any, **options: Any) -> Any:
     with no_output():
-        return _wrapper()(
-            model, tokenizer, max_length=max_length, rows=ANSWER_ROWS if answers_only else None
+        return import_module("lm_eval.evaluator").evaluate(
+            lm=lm, task_dict=loaded, bootstrap_iters=0, **options
         )
 
 
-@cache
-def _wrapper() -> Any:
-    base: Any = import_module("lm_eval.models.huggingface").HFLM
+def wrap(model: Any, tokenizer: Any, *, max_length: int, answers_only: bool = False) -> Any:
+    """The model for lm-eval; `answers_only` computes the logits of the last rows only."""
+    # bf16 would round the loss to three digits.
+    options = {"batch_size": 1, "max_length": max_length, "softmax_dtype": "float32"}
+    with no_output():
+        make = import_module("lm_eval.models.huggingface").HFLM
+        lm = make(pretrained=model, tokenizer=tokenizer, **options)
+    if answers_only:
+        lm._model_call = partial(_last_logits, model)
+    return lm
 
-    class Wrapped(base):  # type: ignore[misc]
-        def __init__(
-            self, model: Any, tokenizer: Any, *, max_length: int, rows: int | None
-        ) -> None:
-            super().__init__(
-                pretrained=model,
-                tokenizer=tokenizer,
-                batch_size=1,
-                max_length=max_length,
-                # bf16 would round the loss to three digits.
-                softmax_dtype="float32",
-            )
-            self.rows = rows
 
-        def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
-            if self.rows is None:
-                return super()._model_call(inps, attn_mask, labels)
-            import torch
-
-            # lm-eval counts answer tokens from the end, so the last rows are enough.
-            with torch.inference_mode():
-                return self.model(inps, logits_to_keep=self.rows, use_cache=False).logits
-
-    return Wrapped
+@torch.inference_mode()
+def _last_logits(model: Any, ids: Any, *_: Any) -> Any:
+    """lm-eval counts answer tokens from the end, so the last rows are enough."""
+    return model(ids, logits_to_keep=ANSWER_ROWS, use_cache=False).logits
 
 
 @contextlib.contextmanager

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
+from string import Template
 
 from ..report.machine import load_text
 from ..report.table import percent
 from . import comparison as say
-from .result import Reading, Showcase
+from .result import Showcase
 
-STYLE = Path(__file__).with_name("page.css")
+PAGE = Path(__file__).with_name("page.html")
 CAPTIONS = {
     "time": (
         "Where the time goes",
@@ -34,128 +35,80 @@ CAPTIONS = {
 
 def make_page(show: Showcase, figures: dict[str, dict[str, str]]) -> str:
     """figures: by name, a data URI for each theme."""
-    title = f"{show.model['name']}: {show.tokens:,} tokens, dense and sparge"
-    body = [
-        f"<h1>{escape(headline(show))}</h1>",
-        f'<p class="verdict">{escape(say.verdict(show))}</p>',
-        f'<p class="cost">{escape(say.cost(show))}</p>',
-        tiles(show),
-        "<h2>The question at the end of the document</h2>",
-        needle(show),
-        "<h2>Side by side</h2>",
-        table(show),
-        *(figure(name, figures[name]) for name in CAPTIONS if name in figures),
-        *([] if show.heads else [nothing_sparse(show)]),
-        "<h2>How this was made</h2>",
-        details(show),
-    ]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>\n{STYLE.read_text(encoding='utf-8')}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            *body,
-            "</main>",
-            "</body>",
-            "</html>\n",
-        ]
+    model, machine, needle = show.model, show.where["machine"], show.needle
+    words = {
+        "title": f"{model['name']}: {show.tokens:,} tokens, dense and sparge",
+        "headline": f"sparge demo · {model['name']} ({model['layers']} layers, {model['heads']} "
+        f"heads) reads {show.tokens:,} tokens of “{show.text['name']}” in {show.dtype} on "
+        f"{machine['cpu']}, torch threads: {machine['threads']}",
+        "verdict": say.verdict(show),
+        "cost": say.cost(show),
+        "token": f"{needle.token:,}",
+        "tokens": f"{show.tokens:,}",
+        "depth": str(needle.depth),
+        "fact": needle.fact,
+        "question": needle.question,
+        "recipe": json.dumps(show.recipe.to_dict()),
+    }
+    drawn = [_figure(*CAPTIONS[name], figures[name]) for name in CAPTIONS if name in figures]
+    parts = {
+        "tiles": _tiles(show),
+        "answers": _answers(show),
+        "columns": (f'<th scope="col">{escape(c.heading)}</th>' for c in say.COLUMNS),
+        "rows": map(_row, say.comparison_rows(show)),
+        "notes": (f"<p>{escape(note)}</p>" for note in say.notes(show)),
+        "figures": drawn if show.heads else [*drawn, _nothing_sparse(show)],
+        "details": _details(show),
+    }
+    return Template(PAGE.read_text(encoding="utf-8")).substitute(
+        {name: escape(text) for name, text in words.items()},
+        **{name: "\n".join(each) for name, each in parts.items()},
     )
 
 
-def headline(show: Showcase) -> str:
-    facts = show.model
-    return (
-        f"sparge demo · {facts['name']} ({facts['layers']} layers, {facts['heads']} heads) reads "
-        f"{show.tokens:,} tokens of “{show.text['name']}” in {show.dtype} on "
-        f"{show.where['machine']['cpu']}, torch threads: {show.where['machine']['threads']}"
-    )
-
-
-def tiles(show: Showcase) -> str:
+def _tiles(show: Showcase) -> Iterator[str]:
     dense, sparge = show.dense, show.sparge
-    needle_kind = "bad" if dense.found and not sparge.found else "good" if sparge.found else ""
-    boxes = [
-        (
-            "First token",
-            f"{show.speedup:.2f}×",
-            f"{say.seconds(dense.first_token)} → {say.seconds(sparge.first_token)}; "
-            f"{show.limit:.2f}× if attention took no time",
-            "accent" if show.speedup >= 1 else "bad",
-        ),
-        (
-            "Attention alone",
-            f"{show.attention_speedup:.2f}×",
-            f"{say.seconds(dense.attention_seconds)} → {say.seconds(sparge.attention_seconds)}",
-            "accent" if show.attention_speedup >= 1 else "bad",
-        ),
-        (
-            "Attention computed",
-            percent(show.density),
-            "of the allowed blocks, over all calls (density)",
-            "",
-        ),
-        (
-            "Perplexity",
-            say.signed_percent(show.perplexity_change),
-            f"{dense.perplexity:.3f} → {sparge.perplexity:.3f}",
-            "",
-        ),
-        ("Needle", *say.NEEDLE_SHORT[dense.found, sparge.found], needle_kind),
+    found = "bad" if dense.found and not sparge.found else "good" if sparge.found else ""
+    _, *needle = say.NEEDLE[dense.found, sparge.found]
+    first = f"{say.seconds(dense.first_token)} → {say.seconds(sparge.first_token)}"
+    inside = f"{say.seconds(dense.attention_seconds)} → {say.seconds(sparge.attention_seconds)}"
+    faster, limit = show.attention_speedup, f"{show.limit:.2f}× if attention took no time"
+    density = "of the allowed blocks, over all calls (density)"
+    change = say.signed_percent(show.perplexity_change)
+    tiles = [
+        ("First token", f"{show.speedup:.2f}×", f"{first}; {limit}", _gain(show.speedup)),
+        ("Attention alone", f"{faster:.2f}×", inside, _gain(faster)),
+        ("Attention computed", percent(show.density), density, ""),
+        ("Perplexity", change, f"{dense.perplexity:.3f} → {sparge.perplexity:.3f}", ""),
+        ("Needle", *needle, found),
     ]
-    made = [
-        f'<div class="tile"><span class="what">{escape(what)}</span>'
-        f'<b class="{kind}">{escape(number)}</b><span>{escape(about)}</span></div>'
-        for what, number, about, kind in boxes
-    ]
-    return f'<div class="tiles">\n{chr(10).join(made)}\n</div>'
+    for what, number, about, kind in tiles:
+        yield (
+            f'<div class="tile"><span class="what">{what}</span>'
+            f'<b class="{kind}">{escape(number)}</b><span>{escape(about)}</span></div>'
+        )
 
 
-def needle(show: Showcase) -> str:
-    hidden = show.needle
-    answers = "\n".join(
-        f"<div>{_verdict_of(reading)} <b>{name}</b><br>"
-        f'<span class="soft">{escape(hidden.prefix)}</span><mark>{escape(reading.answer)}</mark>'
-        "</div>"
-        for name, reading in (("dense", show.dense), ("sparge", show.sparge))
-    )
-    return (
-        f"<p>One sentence was hidden at token {hidden.token:,} of {show.tokens:,} "
-        f"({hidden.depth}% into the text):</p>\n"
-        f'<blockquote class="fact">{escape(hidden.fact)}</blockquote>\n'
-        f"<p>At the end both were asked: {escape(hidden.question)} The beginning of the answer was "
-        "given (grey); the model wrote the rest from the cache of the same "
-        f'prefill:</p>\n<div class="answers">\n{answers}\n</div>'
-    )
+def _gain(ratio: float) -> str:
+    return "accent" if ratio >= 1 else "bad"
 
 
-def _verdict_of(reading: Reading) -> str:
-    return '<b class="good">✓</b>' if reading.found else '<b class="bad">✗</b>'
+def _answers(show: Showcase) -> Iterator[str]:
+    for name, reading in (("dense", show.dense), ("sparge", show.sparge)):
+        kind, sign = ("good", "✓") if reading.found else ("bad", "✗")
+        yield (
+            f'<div><b class="{kind}">{sign}</b> <b>{name}</b><br>'
+            f'<span class="soft">{escape(show.needle.prefix)}</span>'
+            f"<mark>{escape(reading.answer)}</mark></div>"
+        )
 
 
-def table(show: Showcase) -> str:
-    head = "".join(f'<th scope="col">{escape(c.heading)}</th>' for c in say.COLUMNS)
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(row["what"])}</th>'
-        + "".join(f"<td>{escape(row[c.key])}</td>" for c in say.COLUMNS[1:])
-        + "</tr>"
-        for row in say.comparison_rows(show)
-    )
-    notes = "".join(f"<p>{escape(note)}</p>" for note in say.notes(show))
-    return (
-        f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n'
-        f'</table></div>\n<div class="notes">{notes}</div>'
-    )
+def _row(row: dict[str, str]) -> str:
+    what, *cells = (escape(row[column.key]) for column in say.COLUMNS)
+    return f'<tr><th scope="row">{what}</th><td>{"</td><td>".join(cells)}</td></tr>'
 
 
-def figure(name: str, uris: dict[str, str]) -> str:
-    title, caption = CAPTIONS[name]
+def _figure(title: str, caption: str, uris: dict[str, str]) -> str:
     return (
         f"<h2>{escape(title)}</h2>\n<figure><picture>"
         f'<source media="(prefers-color-scheme: dark)" srcset="{uris["dark"]}">'
@@ -164,7 +117,7 @@ def figure(name: str, uris: dict[str, str]) -> str:
     )
 
 
-def nothing_sparse(show: Showcase) -> str:
+def _nothing_sparse(show: Showcase) -> str:
     why = "; ".join(show.sparge.fallbacks) or "no reason was recorded"
     return (
         f'<p class="soft">No layer ran sparse, so there is no plan to draw: {escape(why)}. '
@@ -172,29 +125,23 @@ def nothing_sparse(show: Showcase) -> str:
     )
 
 
-def details(show: Showcase) -> str:
+def _details(show: Showcase) -> Iterable[str]:
     where = show.where
-    found = ", ".join(f"{name} {v}" for name, v in where["versions"].items() if v)
     ran = ", ".join(f"{way} {n}×" for way, n in show.sparge.ran.items())
     facts = {
-        "command": f"<code>{escape(show.command)}</code>",
-        "model": escape(f"{show.model['name']}, digest {show.model['digest'][:12]}"),
-        "text": escape(f"{show.text['name']}, digest {show.text['digest'][:12]}"),
-        "machine": escape(where["machine_line"]),
-        "instruction set": escape(where["isa"] or "none: the reference ran"),
-        "load before": escape(load_text(dict(where))),
-        "versions": escape(found),
-        "date": escape(where["date"]),
-        "timing": escape(say.how_often(show)),
+        "model": f"{show.model['name']}, digest {show.model['digest'][:12]}",
+        "text": f"{show.text['name']}, digest {show.text['digest'][:12]}",
+        "machine": where["machine_line"],
+        "instruction set": where["isa"] or "none: the reference ran",
+        "load before": load_text(where),
+        "versions": ", ".join(f"{name} {v}" for name, v in where["versions"].items() if v),
+        "date": where["date"],
+        "timing": say.how_often(show),
         "dense is": "torch’s scaled_dot_product_attention in every layer",
-        "sparge ran": escape(f"{ran} in the prefill"),
-        "not sparse": _lines(say.fallback_lines(show)),
-        "this run took": escape(say.seconds(show.took_seconds)),
+        "sparge ran": f"{ran} in the prefill",
+        "not sparse": "\n".join(say.fallback_lines(show)) or "nothing",
+        "this run took": say.seconds(show.took_seconds),
     }
-    rows = "\n".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts.items())
-    recipe = escape(json.dumps(show.recipe.to_dict()))
-    return f"<dl>\n{rows}\n</dl>\n<p>The recipe:</p>\n<pre>{recipe}</pre>"
-
-
-def _lines(lines: Iterable[str]) -> str:
-    return "<br>".join(map(escape, lines)) or "nothing"
+    yield f"<dt>command</dt><dd><code>{escape(show.command)}</code></dd>"
+    for name, text in facts.items():
+        yield f"<dt>{name}</dt><dd>{escape(text).replace(chr(10), '<br>')}</dd>"

