@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     # Before the checks: their calls could measure it first.
     crossover = crossover_status.calibrate() if args.calibrate else crossover_status.cached()
-    checks = [check.to_dict() for device in devices() for check in check_backends(device)]
+    checks = [asdict(check) for device in devices() for check in check_backends(device)]
     passed = all(check["verdict"] != "failed" for check in checks)
     document = {
         "format": "sparge.doctor/1",
