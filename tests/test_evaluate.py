@@ -247,7 +247,7 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path):
     for fresh in (False, True):
         with pytest.raises(ValueError, match="not a run directory"):
             run_directory.open_run(tmp_path, KEY, fresh=fresh)
-    with pytest.raises(ValueError, match="is a file"):
+    with pytest.raises(FileExistsError):
         run_directory.open_run(mine, KEY)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 

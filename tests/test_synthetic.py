@@ -52,7 +52,7 @@ def test_any_head_dim_from_eight(D):
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ({"D": 7}, "head dim of at least 8, got 7"),
+        ({"D": 7}, "D must be at least 8, got 7"),
         ({"Hq": 3, "Hk": 2}, "multiple of key heads, got 3 and 2"),
         ({"L": 0}, "L must be at least 1, got 0"),
         ({"seed": -1}, "seed must be from 0"),

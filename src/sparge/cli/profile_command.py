@@ -53,7 +53,7 @@ def layers_table(profile: Profile) -> Table:
             Column("density", "density", share),
             Column("pv_skipped", "pv\nskipped", share),
             Column("error", "worst\nerror", error),
-            Column("dense", "dense\nheads", str),
+            Column("dense", "dense\nheads"),
         ],
         rows=[_row_of_layer(name, layer) for name, layer in profile.layers.items()],
     )
@@ -77,7 +77,7 @@ def heads_table(name: str, layer: LayerSettings) -> Table:
     return Table(
         title=f"{name}: {layer.predictor}, {layer.precision}, on {layer.inputs} inputs",
         columns=[
-            Column("head", "head", str),
+            Column("head", "head"),
             Column("mass", "mass", "{:g}".format),
             Column("min_similarity", "min_similarity", "{:g}".format),
             Column("pv_skip", "pv_skip", "{:g}".format),
@@ -90,18 +90,18 @@ def heads_table(name: str, layer: LayerSettings) -> Table:
 
 
 def _show(profile: Profile, heads: bool) -> None:
-    screen = console()
+    screen, model = console(), profile.model
     show_table(screen, layers_table(profile))
-    if heads:
-        for name, layer in profile.layers.items():
-            if layer.is_tuned:
-                show_table(screen, heads_table(name, layer))
-    model = profile.model
+    for name, layer in profile.layers.items():
+        if heads and layer.is_tuned:
+            show_table(screen, heads_table(name, layer))
     shapes = ", ".join(f"{name} {number}" for name, number in model.shapes.items())
-    screen.print(f"for {model.architecture}: {shapes}; weights {model.weights[:19] or 'unknown'}…")
-    screen.print(f"tuned by sparge {profile.version}, {profile.date}, on {profile.machine}")
     facts = ", ".join(f"{name} {value}" for name, value in profile.calibration.items())
-    screen.print(f"calibration: {facts}")
+    screen.print(
+        f"for {model.architecture}: {shapes}; weights {model.weights[:19] or 'unknown'}…\n"
+        f"tuned by sparge {profile.version}, {profile.date}, on {profile.machine}\n"
+        f"calibration: {facts}"
+    )
 
 
 def differences(a: Profile, b: Profile) -> list[dict[str, Any]]:
@@ -148,11 +148,9 @@ def _show_differences(args: argparse.Namespace, rows: list[dict[str, Any]]) -> N
 
 
 def _show_check(args: argparse.Namespace, profile: Profile, reasons: list[str]) -> None:
-    screen = console()
     valid = f"{args.profile} is a valid profile of {profile.name or profile.model.architecture}"
     untuned = f", {len(profile.untuned)} layers not tuned" if profile.untuned else ""
-    screen.print(f"{valid}: {len(profile.layers)} layers{untuned}")
-    for reason in reasons:
-        screen.print(f"does not fit {args.model}: {reason}")
-    if args.model and not reasons:
-        screen.print(f"it was tuned for {args.model}")
+    lines = [f"{valid}: {len(profile.layers)} layers{untuned}"]
+    lines += [f"does not fit {args.model}: {reason}" for reason in reasons]
+    lines += [f"it was tuned for {args.model}"] if args.model and not reasons else []
+    console().print("\n".join(lines))

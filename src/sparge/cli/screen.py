@@ -23,9 +23,8 @@ TEXT_WIDTH = 14  # columns of text fold in a narrow terminal, but not below this
 def deliver(document: dict[str, Any], args: argparse.Namespace, show: Callable[[], None]) -> None:
     """Write the document to `args.output`, if given; then print it (--json) or call `show`."""
     text = to_json(document)
-    output: str | None = getattr(args, "output", None)
-    if output is not None:
-        replace_file(output, f"{text}\n".encode())
+    if getattr(args, "output", None) is not None:
+        replace_file(args.output, f"{text}\n".encode())
     if args.json:
         print(text, flush=True)
     else:
@@ -51,12 +50,11 @@ def show_table(screen: Console, table: Table) -> None:
     grid = RichTable(box=box.SIMPLE_HEAD)
     rows = table.cells()
     for i, column in enumerate(table.columns):
-        lines = [*column.heading.split("\n"), *(cells[i] for cells in rows)]
-        longest = max(map(len, lines))
-        if column.is_number:
-            grid.add_column(column.heading, justify="right", min_width=longest)
-        else:
+        longest = max(map(len, [*column.heading.split("\n"), *(cells[i] for cells in rows)]))
+        if column.form is str:
             grid.add_column(column.heading, min_width=min(longest, TEXT_WIDTH))
+        else:
+            grid.add_column(column.heading, justify="right", min_width=longest)
     for cells in rows:
         grid.add_row(*cells)
     # Texts fold to fit. Numbers are never cut: in a narrow terminal the lines wrap instead.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -54,16 +55,13 @@ def instruction_sets() -> dict[str, Any]:
 
 
 def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:
+    names = ("date", "took", "noise", "busy", "steady")
     return {
         "state": state,
         "why": why,
         "key": dict(crossover.key),
         "file": None if why else _file(crossover.key),
-        "date": crossover.date,
-        "took": crossover.took,
-        "noise": crossover.noise,
-        "busy": crossover.busy,
-        "steady": crossover.steady,
+        **{name: getattr(crossover, name) for name in names},
         "failure": COST.failure(),
         "rows": crossover_rows(crossover),
         "costs": cache.to_dict(crossover)["costs"],
@@ -73,7 +71,7 @@ def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:
 def crossover_rows(crossover: Crossover) -> list[dict[str, Any]]:
     """Density above which dense attention is faster, on long sequences."""
     rows = []
-    for dtype, D in ((dtype, D) for dtype in DTYPES.values() for D in HEAD_DIMS):
+    for dtype, D in product(DTYPES.values(), HEAD_DIMS):
         pair = {way: crossover.costs[name_of(dtype, D, way)].element for way in WAYS}
         shares = {p: min(CLEARLY * pair[DENSE_WAY] / pair[p], 1.0) for p in PRECISIONS if pair[p]}
         rows.append({"dtype": dtype, "D": D, DENSE_WAY: pair[DENSE_WAY], **shares})
