@@ -20,6 +20,7 @@ from sparge.report.table import Table, to_json
 from sparge.showcase import comparison, page_figures
 from sparge.showcase.page import make_page
 
+LIGHT = page_figures.THEMES["light"]
 VOID = {"meta", "img", "source", "br"}
 
 
@@ -191,11 +192,11 @@ def test_nothing_sparse_is_said_and_not_drawn():
 def test_the_bars_are_as_long_as_the_seconds():
     show = make_show()
     for parts, reading in (
-        (page_figures.dense_parts(show, page_figures.LIGHT), show.dense),
-        (page_figures.sparge_parts(show, page_figures.LIGHT), show.sparge),
+        (page_figures.dense_parts(show, LIGHT), show.dense),
+        (page_figures.sparge_parts(show, LIGHT), show.sparge),
     ):
         assert sum(spent for _, spent, _ in parts) == pytest.approx(reading.seconds[0])
-    names = [name for name, _, _ in page_figures.sparge_parts(show, page_figures.LIGHT)]
+    names = [name for name, _, _ in page_figures.sparge_parts(show, LIGHT)]
     assert [name.split(": ")[1] for name in names] == [
         "prepare",
         "predict",
@@ -204,20 +205,20 @@ def test_the_bars_are_as_long_as_the_seconds():
         "rest of the model",
     ]
     mixed = replace(show, sparge=replace(show.sparge, attention=(4.0, 4.0, 4.0)))
-    own = page_figures.sparge_parts(mixed, page_figures.LIGHT)[4]
+    own = page_figures.sparge_parts(mixed, LIGHT)[4]
     assert own[:2] == ("sparge: the model's own attention", pytest.approx(2.0))
-    figure = page_figures.time_figure(show, page_figures.LIGHT)
+    figure = page_figures.time_figure(show, LIGHT)
     widths = [bar.get_width() for bar in figure.axes[0].patches]
     assert widths == pytest.approx([10, 10, 0.25, 0.25, 0.25, 1.25, 8])
 
 
 def test_the_heat_maps_hold_the_data():
     show = make_show()
-    grid = page_figures.sparsity_figure(show, page_figures.LIGHT).axes[0].images[0].get_array()
+    grid = page_figures.sparsity_figure(show, LIGHT).axes[0].images[0].get_array()
     # Heads downwards, layers across; the second layer ran dense.
     assert grid[:, 0].tolist() == [75.0, 50.0]
     assert grid.mask[:, 1].all()
-    panel = page_figures.plans_figure(show, page_figures.LIGHT).axes[0]
+    panel = page_figures.plans_figure(show, LIGHT).axes[0]
     assert "layer 0, head 0\n20% of the blocks, 90.0% of the attention" in panel.get_title()
     skipped, computed = (image.get_array() for image in panel.images)
     view = show.heads[0]

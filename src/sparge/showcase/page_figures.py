@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +32,10 @@ class Theme:
     faint: str
     dense: str
     rest: str
-    stages: tuple[str, str, str, str]
-    kept: tuple[str, str, str]
-    skipped: tuple[str, str]
-    map: tuple[str, str]
+    stages: list[str]
+    kept: list[str]
+    skipped: list[str]
+    map: list[str]
 
     def style(self) -> Any:
         """The parameters of matplotlib in these colours."""
@@ -49,28 +51,10 @@ class Theme:
         }
 
 
-LIGHT = Theme(
-    paper="#ffffff",
-    ink="#1c2126",
-    faint="#8b939c",
-    dense="#5b6b7d",
-    rest="#dfe3e8",
-    stages=("#f7d3b3", "#f2b98a", "#e58a4a", "#c2571a"),
-    kept=("#fde3cd", "#e8741e", "#5f1f04"),
-    skipped=("#f4f5f6", "#4b5158"),
-    map=("#f3f6fa", "#14548c"),
-)
-DARK = Theme(
-    paper="#171b20",
-    ink="#e7eaee",
-    faint="#7d8792",
-    dense="#8fa3b8",
-    rest="#3a424b",
-    stages=("#6b3a17", "#8a4a1c", "#cf6f2a", "#f5a066"),
-    kept=("#5a2a0c", "#e8741e", "#fff0e2"),
-    skipped=("#20262c", "#c3cad1"),
-    map=("#1d252d", "#6db3f2"),
-)
+THEMES = {
+    name: Theme(**colours)
+    for name, colours in json.loads(Path(__file__).with_name("themes.json").read_text()).items()
+}
 
 
 def make_figures(show: Showcase) -> dict[str, dict[str, str]]:
@@ -79,7 +63,7 @@ def make_figures(show: Showcase) -> dict[str, dict[str, str]]:
     if show.heads:
         drawn |= {"plans": plans_figure, "sparsity": sparsity_figure}
     return {
-        name: {"light": _data_uri(draw, show, LIGHT), "dark": _data_uri(draw, show, DARK)}
+        name: {theme: _data_uri(draw, show, look) for theme, look in THEMES.items()}
         for name, draw in drawn.items()
     }
 
