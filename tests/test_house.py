@@ -192,7 +192,7 @@ def test_a_registered_backend_is_in_the_suite(tmp_path):
     assert f"{2 * len(BACKENDS) + 2} passed" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("folder", ["src", "tests"])
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
 def test_files_are_short(folder):
     lengths = {
         str(file.relative_to(ROOT)): len(file.read_text().splitlines())

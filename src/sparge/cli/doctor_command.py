@@ -91,16 +91,18 @@ def judge_backends(call: Call) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any]) -> None:
-    screen = console()
-    facts = document["machine"]
-    sets = facts["instruction_sets"]
+    screen, facts, native = console(), document["machine"], document["native"]
+    sets = (facts["instruction_sets"] or {}).items()
+    listed = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in sets)
+    forced = f"forced by {ENV_ISA}" if native["forced"] else f"{ENV_ISA} forces one"
+    has = f"has {', '.join(native['available'])}; runs {native['runs']} ({forced})"
     lines = {
         **{name: version or "not installed" for name, version in document["versions"].items()},
         "CPU": f"{facts['cpu']} ({facts['architecture']})",
         "cores, torch threads": f"{facts['cores']}, {facts['threads']}",
         "torch CPU capability": facts["cpu_capability"],
-        "instruction sets": "not listed by this system" if sets is None else _yes_or_no(sets),
-        "native core": _native(document["native"]),
+        "instruction sets": listed or "not listed by this system",
+        "native core": has if native["available"] else "missing",
         **crossover_status.status_lines(document["crossover"]),
         "accelerators": ", ".join(facts["accelerators"]) or "none found by torch",
         "environment": " ".join(f"{k}={v}" for k, v in document["environment"].items())
@@ -118,14 +120,3 @@ def show(document: dict[str, Any]) -> None:
     title = f"Self-check: all blocks, {LENGTH} tokens, against torch's dense fp64"
     show_table(screen, Table(title, CHECK_COLUMNS, check["checks"]))
     screen.print("self-check passed" if check["passed"] else "self-check FAILED")
-
-
-def _native(sets: dict[str, Any]) -> str:
-    if not sets["available"]:
-        return "missing"
-    forced = f"forced by {ENV_ISA}" if sets["forced"] else f"{ENV_ISA} forces one"
-    return f"has {', '.join(sets['available'])}; runs {sets['runs']} ({forced})"
-
-
-def _yes_or_no(sets: dict[str, bool]) -> str:
-    return ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in sets.items())

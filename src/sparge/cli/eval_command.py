@@ -22,15 +22,7 @@ from .. import zoo
 from ..backends.cpu import library as native
 from ..dispatch import AUTO, ENV
 from ..evaluate.run_directory import DOCUMENT_FILE, RunDirectory, open_run
-from ..evaluate.settings import (
-    DEFAULT_LENGTHS,
-    DEFAULT_MEASURES,
-    MEASURES,
-    TASKS,
-    Cell,
-    Settings,
-    digest_of,
-)
+from ..evaluate.settings import MEASURES, TASKS, Cell, Settings, digest_of
 from ..report.machine import isa_in_use, machine, machine_text, versions, where_it_runs
 from ..report.table import to_json
 from ..support.atomic_files import replace_file
@@ -59,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     add_recipe(how)
     how.add_argument("--profile", metavar="FILE", help="tuned recipes, one for each layer")
-    lengths = ",".join(map(str, DEFAULT_LENGTHS))
-    add("--lengths", type=wholes, default=[*DEFAULT_LENGTHS], help=f"tokens; default: {lengths}")
+    lengths = "tokens; default: 2048,4096,8192"
+    add("--lengths", type=wholes, default=Settings.lengths, help=lengths)
     add("--measures", type=words, help=f"of {','.join(MEASURES)}; default: all but tasks")
     add_text(parser, default="essays")
     add("--depths", type=whole, default=5, help="needles per length; default: %(default)s")
@@ -100,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     if args.measures is None:
-        args.measures = [*DEFAULT_MEASURES, TASKS] if args.tasks else DEFAULT_MEASURES
+        args.measures = [*Settings.measures, *([TASKS] if args.tasks else [])]
     args.dtype = str(DTYPES.get(args.dtype) or zoo.best_dtype()).removeprefix("torch.")
     return Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
 

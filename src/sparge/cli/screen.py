@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -72,14 +73,13 @@ def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
 
     On a terminal it moves a bar on stderr; elsewhere it prints a line, if it is given a text.
     """
-    done = 0
     if not sys.stderr.isatty():
+        numbers = itertools.count(1)
 
         def print_line(text: str = "") -> None:
-            nonlocal done
-            done += 1
+            line = f"sparge: {next(numbers)} of {total}: {text}"
             if text:
-                print(f"sparge: {done} of {total}: {text}", file=sys.stderr, flush=True)
+                print(line, file=sys.stderr, flush=True)
 
         yield print_line
         return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import logging
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from functools import cache, lru_cache, partial
 from importlib import import_module
@@ -24,6 +24,21 @@ NEEDLE_TASK, LONGTEXT_TASK = "sparge_needle", "sparge_longtext"
 OWN_TASKS = (NEEDLE_TASK, LONGTEXT_TASK)
 SEED = 1234  # of few-shot examples, as in lm-eval's command line
 ANSWER_ROWS = 64  # last rows of logits that a short answer needs; other rows are not computed
+
+
+@contextmanager
+def no_output() -> Iterator[None]:
+    """Suppress lm-eval's progress bars and advice, which would break our bar; errors still show."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def check_tasks(names: Sequence[str], *, length: int, tokenizer_path: str) -> None:
@@ -42,35 +57,34 @@ def check_tasks(names: Sequence[str], *, length: int, tokenizer_path: str) -> No
 
 
 @cache
+@no_output()
 def task_manager(length: int, tokenizer_path: str) -> Any:
     """The index of all lm-eval tasks, which takes many seconds to build.
 
     RULER's tasks generate their documents, of this length and with this tokenizer.
     """
     metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer_path}
-    with no_output():
-        return import_module("lm_eval.tasks").TaskManager(metadata=metadata)
+    return import_module("lm_eval.tasks").TaskManager(metadata=metadata)
 
 
-def write_task(name: str, documents: Sequence[Mapping[str, Any]], directory: Path) -> Path:
+def write_task(name: str, documents: Sequence[Mapping[str, Any]], directory: Path) -> None:
     """Write the task and its documents as files; lm-eval's command line can run them too."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = directory / f"{name}.jsonl"
-    lines = "".join(f"{json.dumps(dict(document))}\n" for document in documents)
+    data = (directory / f"{name}.jsonl").resolve()
+    lines = "".join(f"{json.dumps(document)}\n" for document in documents)
     replace_file(data, lines.encode())
     text = (TASK_FILES / f"{name}.yaml").read_text(encoding="utf-8")
     # Any JSON string is a valid YAML string.
-    text = text.replace("DATA_FILE", json.dumps(str(data.resolve())))
-    text = text.replace("CACHE_DIRECTORY", json.dumps(str((directory / "cache").resolve())))
+    text = text.replace("DATA_FILE", json.dumps(str(data)))
+    text = text.replace("CACHE_DIRECTORY", json.dumps(str(data.parent / "cache")))
     replace_file(directory / f"{name}.yaml", text.encode())
-    return directory / f"{name}.yaml"
 
 
+@no_output()
 def load_task(name: str, directory: Path) -> Any:
     """Load a task that `write_task` wrote."""
     options = {"include_path": str(directory), "include_defaults": False}
-    with no_output():
-        return import_module("lm_eval.tasks").TaskManager(**options).load([name])
+    return import_module("lm_eval.tasks").TaskManager(**options).load([name])
 
 
 def answer_of(loaded: Any, name: str, i: int, lm: Any) -> tuple[float, bool, int]:
@@ -88,13 +102,13 @@ def answer_of(loaded: Any, name: str, i: int, lm: Any) -> tuple[float, bool, int
 
 # Documents can take minutes to generate: dense and sparge share them.
 @lru_cache(maxsize=1)
+@no_output()
 def _loaded(name: str, length: int, tokenizer_path: str) -> Any:
     manager = task_manager(length, tokenizer_path)
     # Seeded as in lm-eval's command line, so a resumed run generates the same documents.
     random.seed(0)
     import_module("numpy").random.seed(SEED)
-    with no_output():
-        return manager.load([name])
+    return manager.load([name])
 
 
 def scores_of(
@@ -130,20 +144,19 @@ def scores_of(
     return {metric: value for metric, value in scores.items() if math.isfinite(value)}
 
 
+@no_output()
 def _evaluate(lm: Any, loaded: Any, **options: Any) -> Any:
-    with no_output():
-        return import_module("lm_eval.evaluator").evaluate(
-            lm=lm, task_dict=loaded, bootstrap_iters=0, **options
-        )
+    evaluate = import_module("lm_eval.evaluator").evaluate
+    return evaluate(lm=lm, task_dict=loaded, bootstrap_iters=0, **options)
 
 
+@no_output()
 def wrap(model: Any, tokenizer: Any, *, max_length: int, answers_only: bool = False) -> Any:
     """The model for lm-eval; `answers_only` computes the logits of the last rows only."""
     # bf16 would round the loss to three digits.
     options = {"batch_size": 1, "max_length": max_length, "softmax_dtype": "float32"}
-    with no_output():
-        make = import_module("lm_eval.models.huggingface").HFLM
-        lm = make(pretrained=model, tokenizer=tokenizer, **options)
+    make = import_module("lm_eval.models.huggingface").HFLM
+    lm = make(pretrained=model, tokenizer=tokenizer, **options)
     if answers_only:
         lm._model_call = partial(_last_logits, model)
     return lm
@@ -153,18 +166,3 @@ def wrap(model: Any, tokenizer: Any, *, max_length: int, answers_only: bool = Fa
 def _last_logits(model: Any, ids: Any, *_: Any) -> Any:
     """lm-eval counts answer tokens from the end, so the last rows are enough."""
     return model(ids, logits_to_keep=ANSWER_ROWS, use_cache=False).logits
-
-
-@contextlib.contextmanager
-def no_output() -> Iterator[None]:
-    """Suppress lm-eval's progress bars and advice, which would break our bar; errors still show."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

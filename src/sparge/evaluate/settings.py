@@ -16,8 +16,6 @@ DENSE_VARIANT, SPARGE_VARIANT = "dense", "sparge"
 VARIANTS = (DENSE_VARIANT, SPARGE_VARIANT)
 PREFILL, PERPLEXITY, NEEDLE, ERRORS, TASKS = "prefill", "perplexity", "needle", "errors", "tasks"
 MEASURES = (PREFILL, PERPLEXITY, NEEDLE, ERRORS, TASKS)
-DEFAULT_MEASURES = (PREFILL, PERPLEXITY, NEEDLE, ERRORS)
-DEFAULT_LENGTHS = (2048, 4096, 8192)
 SHORT = 512
 """Tokens of a prefill so short that dense attention is faster; sparge must not slow it down."""
 
@@ -52,8 +50,8 @@ class Settings:
     model: str
     recipe: Recipe | None = None
     profile: str | None = None
-    lengths: Sequence[int] = DEFAULT_LENGTHS
-    measures: Sequence[str] = DEFAULT_MEASURES
+    lengths: Sequence[int] = (2048, 4096, 8192)
+    measures: Sequence[str] = (PREFILL, PERPLEXITY, NEEDLE, ERRORS)
     text: str = "essays"
     depths: int = 5
     windows: int = 1

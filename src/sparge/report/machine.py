@@ -72,6 +72,7 @@ def devices() -> list[str]:
 
 
 def accelerators() -> list[str]:
+    """The names of all accelerators."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []

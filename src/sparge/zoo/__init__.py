@@ -22,24 +22,10 @@ from ..profile import Profile
 from ..support.cpuinfo import cpuinfo
 from ..support.optional_libraries import need_libraries
 from . import model_files, text_files
-from .catalogue import MODELS, TEXTS, Carrier, ZooModel, ZooText
+from .catalogue import MODELS, TEXTS, ZooModel, ZooText
 
 TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 """Prefixes of the files from which transformers makes a tokenizer."""
-
-__all__ = [
-    "Carrier",
-    "ZooModel",
-    "ZooText",
-    "best_dtype",
-    "directory_of",
-    "fetch",
-    "load",
-    "models",
-    "profile",
-    "text",
-    "texts",
-]
 
 
 def models() -> dict[str, ZooModel]:
