@@ -147,6 +147,14 @@ def test_rows_where_we_lose_are_marked(green, eager_flex, capsys):
     assert texts == ["0.50x LOSS"] * 2 + ["2.00x"] * 2
 
 
+def test_stages_are_in_the_order_they_run(green, eager_flex, capsys):
+    """Also where the first recipe needs no prediction."""
+    found = run_json([*OURS, "--contenders", "reference all,reference 40%", "--causal"], capsys)
+    headings = [column.heading for column in bench_table(found).columns]
+    stages = ["prepare", "predict", "select", "attend"]
+    assert [heading for heading in headings if heading in stages] == stages
+
+
 def test_what_cannot_run_is_a_row_with_its_reason(green, add_backend, capsys, monkeypatch):
     def fails():
         tried.append(1)

@@ -96,7 +96,10 @@ def _show(profile: Profile, heads: bool) -> None:
         if heads and layer.is_tuned:
             show_table(screen, heads_table(name, layer))
     shapes = ", ".join(f"{name} {number}" for name, number in model.shapes.items())
-    facts = ", ".join(f"{name} {value}" for name, value in profile.calibration.items())
+    facts = "; ".join(
+        f"{name} {', '.join(value) if isinstance(value, list) else value}"
+        for name, value in profile.calibration.items()
+    )
     screen.print(
         f"for {model.architecture}: {shapes}; weights {model.weights[:19] or 'unknown'}…\n"
         f"tuned by sparge {profile.version}, {profile.date}, on {profile.machine}\n"

@@ -83,8 +83,9 @@ def status_lines(status: dict[str, Any]) -> dict[str, str]:
     failed = {"calibration failed": status["failure"]} if status.get("failure") else {}
     if status["state"] == "none":
         return {
-            "crossover": f"not measured: {status['why']}; a call measures it at first need, or "
-            "`sparge doctor --calibrate`; until then a built-in estimate is used",
+            "crossover to dense": f"not measured: {status['why']}. The first call that needs it "
+            "measures it; `sparge doctor --calibrate` measures it now. Until then a built-in "
+            "estimate is used",
             **failed,
         }
     facts = ", ".join(f"{name} {value}" for name, value in status["key"].items())
@@ -95,7 +96,7 @@ def status_lines(status: dict[str, Any]) -> dict[str, str]:
     if not status["steady"]:
         took += "; not steady: a later process measures again, or --calibrate on a quiet machine"
     return {
-        "crossover": f"{status['state']}, {status['date']}, {took}",
+        "crossover to dense": f"{status['state']}, {status['date']}, {took}",
         "measured for": facts,
         "kept in": status["file"] or status["why"],
         **failed,
