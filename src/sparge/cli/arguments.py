@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,27 +81,22 @@ def add_text(parser: argparse.ArgumentParser, more: str = "", **options: Any) ->
 
 def check_file(path: str, option: str = "--output") -> None:
     """Raise ValueError if a file could not be written at `path`. Nothing is made."""
-    target = Path(path)
-    with _trying_to_write(path, option):
+    try:
+        target = Path(path)
         if not target.name or (target.exists() and not target.is_file()):
             # A device would be replaced by a file, not written to.
             raise ValueError(f"{option} must name a file to make or replace, got {path!r}")
         tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise ValueError(f"{option} {path!r} cannot be written: {error.strerror}") from None
 
 
 def check_directory(path: str, option: str = "--output") -> None:
     """Raise ValueError if files could not be written in a directory `path`. Nothing is made."""
-    target = Path(path)
-    with _trying_to_write(path, option):
-        there = next(place for place in (target, *target.parents) if place.exists())
+    try:
+        there = next(place for place in (Path(path), *Path(path).parents) if place.exists())
         if not there.is_dir():
             raise ValueError(f"{option} must name a directory, got {path!r}: {there} is a file")
         tempfile.TemporaryFile(dir=there).close()
-
-
-@contextmanager
-def _trying_to_write(path: str, option: str) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         raise ValueError(f"{option} {path!r} cannot be written: {error.strerror}") from None

@@ -13,6 +13,7 @@ from .settings import DENSE_VARIANT, SPARGE_VARIANT, Cell
 from .tested_model import TestedModel
 
 FIRST_EDGE = 128
+SUMMED = (DENSE_VARIANT, SPARGE_VARIANT, "extra_squared", "kl", "agree")
 
 
 def measure_perplexity(tested: TestedModel, cell: Cell) -> dict[str, Any]:
@@ -27,14 +28,15 @@ def measure_perplexity(tested: TestedModel, cell: Cell) -> dict[str, Any]:
 
 def sums_of(found: Comparison) -> dict[str, Any]:
     """Sums over buckets of positions, which can be added over windows; percentiles cannot."""
-    n = len(found.kl)
-    return {
-        "kl_p99": float(found.kl.quantile(0.99)),
-        "kl_max": float(found.kl.max()),
-        "buckets": [
-            _bucket(found, start, stop) for start, stop in edges_of(n + 1) if stop > max(start, 1)
-        ],
-    }
+    each = {**vars(found), "extra_squared": (found.sparge - found.dense) ** 2}
+    buckets = []
+    for start, stop in edges_of(len(found.kl) + 1):
+        # Token t is predicted by row t - 1; the first token is not predicted.
+        part = slice(max(start, 1) - 1, stop - 1)
+        sums = {name: float(each[name][part].sum()) for name in SUMMED}
+        buckets.append({"start": start, "stop": stop, "tokens": part.stop - part.start, **sums})
+    kl = found.kl
+    return {"kl_p99": float(kl.quantile(0.99)), "kl_max": float(kl.max()), "buckets": buckets}
 
 
 def edges_of(length: int) -> list[tuple[int, int]]:
@@ -44,23 +46,6 @@ def edges_of(length: int) -> list[tuple[int, int]]:
         edges.append((stop, min(2 * stop, length)))
         stop *= 2
     return edges
-
-
-def _bucket(found: Comparison, start: int, stop: int) -> dict[str, Any]:
-    # Token t is predicted by row t - 1; the first token is not predicted.
-    part = slice(max(start, 1) - 1, stop - 1)
-    dense, sparge = found.dense[part], found.sparge[part]
-    extra = sparge - dense
-    return {
-        "start": start,
-        "stop": stop,
-        "tokens": len(dense),
-        DENSE_VARIANT: float(dense.sum()),
-        SPARGE_VARIANT: float(sparge.sum()),
-        "extra_squared": float((extra * extra).sum()),
-        "kl": float(found.kl[part].sum()),
-        "agree": float(found.agree[part].sum()),
-    }
 
 
 def perplexity_row(length: int, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -86,10 +71,7 @@ def perplexity_row(length: int, cells: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _summary(buckets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    total = {
-        name: sum(bucket[name] for bucket in buckets)
-        for name in ("tokens", DENSE_VARIANT, SPARGE_VARIANT, "extra_squared", "kl", "agree")
-    }
+    total = {name: sum(bucket[name] for bucket in buckets) for name in ("tokens", *SUMMED)}
     n = total["tokens"]
     extra = (total[SPARGE_VARIANT] - total[DENSE_VARIANT]) / n
     variance = max(0.0, total["extra_squared"] / n - extra * extra)

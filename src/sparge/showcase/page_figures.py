@@ -25,11 +25,12 @@ DPI = 140
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours. kept, skipped, map: from little to much. stages: one per stage of sparge."""
+    """Colours. rc: matplotlib's parameters. stages: one per stage of sparge.
 
-    paper: str
-    ink: str
-    faint: str
+    kept, skipped, map: from little to much.
+    """
+
+    rc: dict[str, Any]
     dense: str
     rest: str
     stages: list[str]
@@ -37,20 +38,11 @@ class Theme:
     skipped: list[str]
     map: list[str]
 
-    def style(self) -> Any:
-        """The parameters of matplotlib in these colours."""
-        ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
-        small = ("xtick.labelsize", "ytick.labelsize", "axes.labelsize", "axes.titlesize")
-        return {
-            "figure.facecolor": self.paper,
-            "axes.facecolor": self.paper,
-            "axes.edgecolor": self.faint,
-            "axes.linewidth": 0.6,
-            **dict.fromkeys(ink, self.ink),
-            **dict.fromkeys(small, 8),
-        }
 
-
+SIZES: Any = {
+    "axes.linewidth": 0.6,
+    **{f"{name}size": 8 for name in ("xtick.label", "ytick.label", "axes.label", "axes.title")},
+}
 THEMES = {
     name: Theme(**colours)
     for name, colours in json.loads(Path(__file__).with_name("themes.json").read_text()).items()
@@ -71,7 +63,7 @@ def make_figures(show: Showcase) -> dict[str, dict[str, str]]:
 def _data_uri(draw: Callable[[Showcase, Theme], Any], show: Showcase, theme: Theme) -> str:
     from matplotlib import rc_context
 
-    with rc_context(theme.style()):
+    with rc_context(SIZES | theme.rc):
         image = to_png(draw(show, theme), dpi=DPI)
     return f"data:image/png;base64,{base64.b64encode(image).decode('ascii')}"
 
@@ -141,7 +133,7 @@ def plans_figure(show: Showcase, theme: Theme) -> Any:
         row, column = divmod(i, across)
         panel = figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
         _draw_plan(panel, view, scales)
-        panel.plot(show.needle.token, 0, marker="v", color=theme.ink, clip_on=False)
+        panel.plot(show.needle.token, 0, marker="v", color=theme.rc["text.color"], clip_on=False)
         panel.set(xlabel="key", ylabel="query", xlim=(0, show.tokens), ylim=(show.tokens, 0))
     for i, (name, scale) in enumerate(scales.items()):
         place = figure.add_subplot(grid[down, i * across : (i + 1) * across])
@@ -189,7 +181,7 @@ def sparsity_figure(show: Showcase, theme: Theme) -> Any:
     if n <= 40 and heads <= 40:  # more would be too small to read
         for h, i in (~grid.isnan()).nonzero().tolist():
             value = float(grid[h, i])
-            ink = theme.paper if value > 62 else theme.ink
+            ink = theme.rc["axes.facecolor" if value > 62 else "text.color"]
             panel.text(i, h, f"{value:.0f}", ha="center", va="center", fontsize=6.5, color=ink)
     panel.set(xlabel="layer", ylabel="head")
     panel.locator_params(integer=True)
