@@ -39,10 +39,8 @@ class Theme:
     map: list[str]
 
 
-SIZES: Any = {
-    "axes.linewidth": 0.6,
-    **{f"{name}size": 8 for name in ("xtick.label", "ytick.label", "axes.label", "axes.title")},
-}
+SMALL = ("xtick.labelsize", "ytick.labelsize", "axes.labelsize", "axes.titlesize")
+SIZES: Any = {"axes.linewidth": 0.6, **dict.fromkeys(SMALL, 8)}
 THEMES = {
     name: Theme(**colours)
     for name, colours in json.loads(Path(__file__).with_name("themes.json").read_text()).items()
