@@ -36,7 +36,7 @@ def verdicts(rows, isa):
 
 
 def test_targets_name_contenders_that_there_are():
-    names = {recipe.name for recipe in RECIPES}
+    names = set(RECIPES)
     for target in TARGETS:
         assert {target.recipe, target.beyond or target.recipe, *target.also.values()} <= names
 

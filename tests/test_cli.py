@@ -45,7 +45,7 @@ def test_version_and_help_and_the_module(capsys, monkeypatch):
         (["bench", "--lengths", "256,"], "at least 1, got ''"),
         (["bench", "--head-dims", "64,300"], "--head-dims must be from 8 to 256, got 300"),
         (["bench", "--backends", "magic"], "--backends: unknown backend 'magic'; known: "),
-        (["bench", "--backends", ","], "--backends needs a name; known: "),
+        (["bench", "--backends", ","], "--backends: unknown backend ''; known: "),
         (["bench", "--contenders", "cpu,car"], "--contenders: no name contains 'car'"),
         (["explain"], "required: --shape"),
         (["explain", "--shape", "1,8,1024"], "B,H,L,D, four numbers; got 3"),

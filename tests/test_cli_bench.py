@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from cli_runs import WHY, attend_wrongly
 from sparge import Recipe
 from sparge.backends.cpu import library as native
-from sparge.bench import case_rows, cases, compiled_flex
+from sparge.bench import cases, contender
 from sparge.bench.bench_table import bench_table
 from sparge.bench.lineup import RECIPES, lineup
 from sparge.cli import bench_command, main
@@ -48,14 +48,14 @@ def green(monkeypatch):
     """The self-check and the peak have tests of their own."""
     monkeypatch.setattr(bench_command, "check_backends", list)
     monkeypatch.setattr(bench_command, "check_sparse", lambda names: [])
-    known = {"gflops": {"bf16": 2.0, "fp32": 4.0}, "peak": 4.0, "of": "fp32"}
-    monkeypatch.setattr(bench_command, "gemm_peaks", lambda counts: dict.fromkeys(counts, known))
+    known = {"bf16": 2.0, "fp32": 4.0}
+    monkeypatch.setattr(bench_command, "gemm_rates", lambda counts: dict.fromkeys(counts, known))
 
 
 @pytest.fixture
 def eager_flex(monkeypatch):
     """Compiling is tested where it belongs, and takes longer than all of this."""
-    monkeypatch.setattr(compiled_flex, "_compiled", lambda: flex_attention)
+    monkeypatch.setattr(contender, "_compiled", lambda: flex_attention)
 
 
 def test_every_contender_in_every_case(green, eager_flex, capsys):
@@ -66,7 +66,7 @@ def test_every_contender_in_every_case(green, eager_flex, capsys):
     wanted = [e.name for e in lineup(["reference"])]
     assert [row["contender"] for row in found["rows"]] == wanted * 2
     assert wanted[0] == "SDPA bf16"
-    assert {f"reference {w.name}" for w in RECIPES} | {"SDPA fp32", "flex 20%"} <= set(wanted)
+    assert {f"reference {name}" for name in RECIPES} | {"SDPA fp32", "flex 20%"} <= set(wanted)
     assert [case["causal"] for case in found["cases"]] == [True, False]
     for row in found["rows"]:
         assert {key: row[key] for key in found["cases"][0]} in found["cases"]
@@ -147,13 +147,21 @@ def test_rows_where_we_lose_are_marked(green, eager_flex, capsys):
     assert texts == ["0.50x LOSS"] * 2 + ["2.00x"] * 2
 
 
+def test_stages_are_in_the_order_they_run(green, eager_flex, capsys):
+    """Also where the first recipe needs no prediction."""
+    found = run_json([*OURS, "--contenders", "reference all,reference 40%", "--causal"], capsys)
+    headings = [column.heading for column in bench_table(found).columns]
+    stages = ["prepare", "predict", "select", "attend"]
+    assert [heading for heading in headings if heading in stages] == stages
+
+
 def test_what_cannot_run_is_a_row_with_its_reason(green, add_backend, capsys, monkeypatch):
     def fails():
         tried.append(1)
         raise RuntimeError("no C++ compiler\nand much more")
 
     tried = []
-    monkeypatch.setattr(compiled_flex, "_compiled", fails)
+    monkeypatch.setattr(contender, "_compiled", fails)
     argv = [*OURS, "--causal"]
     rows = run_json(argv, capsys)["rows"]
     failed = {row["contender"]: row["why_not"] for row in rows if row["why_not"]}
@@ -230,9 +238,9 @@ def test_a_warm_up_is_not_in_the_record(green, eager_flex, monkeypatch):
     case = cases.Case(256, 16, True, 1)
     made = cases.make_contenders(case, lineup(["reference"], ["40%"]), cases.make_inputs(case, 1))
     cases.measure_contenders(made, repeat=2)
-    for contender in made:
-        assert len(contender.seconds) == 2
-        assert len(contender.runs) == (2 if contender.entry.kind == "sparse" else 0)
+    for each in made:
+        assert len(each.seconds) == 2
+        assert len(each.runs) == (2 if each.entry.kind == "sparse" else 0)
 
 
 def test_overhead_is_what_runs_before_attend():
@@ -243,7 +251,7 @@ def test_overhead_is_what_runs_before_attend():
         for a, b, c in spent
     ]
     dense = SimpleNamespace(seconds=[4.0, 2.0, 20.0])
-    found = case_rows._stages(SimpleNamespace(runs=runs), dense)
+    found = cases._stages(SimpleNamespace(runs=runs), dense)
     assert found["stages"] == {"one": 0.2, "two": 0.3, "attend": 1.5}
     assert found["overhead"] == pytest.approx(0.1)  # of 0.1, 0.2 and 0.05
-    assert case_rows._stages(SimpleNamespace(runs=[]), dense) == {}
+    assert cases._stages(SimpleNamespace(runs=[]), dense) == {}

@@ -54,21 +54,17 @@ def test_the_truth_of_some_rows_and_the_pairs_of_a_plan(is_causal):
 
 def test_the_peak_is_the_faster_product(monkeypatch):
     monkeypatch.setattr(gemm_peak, "SECONDS", 0.01)
-    found = gemm_peak.gemm_peaks([1])[1]
+    found = gemm_peak.gemm_peaks(gemm_peak.gemm_rates([1]))[1]
     assert found["peak"] == max(found["gflops"].values()) == found["gflops"][found["of"]] > 0
-    one = {"gflops": {"bf16": 5.0, "fp32": 2.0}}
-    other = {"gflops": {"bf16": 1.0, "fp32": 3.0}}
-    assert gemm_peak.larger(one, other) == {
-        "gflops": {"bf16": 5.0, "fp32": 3.0},
-        "peak": 5.0,
-        "of": "bf16",
-    }
+    one, other = {2: {"bf16": 5.0, "fp32": 2.0}}, {2: {"bf16": 1.0, "fp32": 3.0}}
+    both = {"gflops": {"bf16": 5.0, "fp32": 3.0}, "peak": 5.0, "of": "bf16"}
+    assert gemm_peak.gemm_peaks(one, other) == {2: both}
 
 
 def test_a_slow_product_is_not_tried_larger(monkeypatch):
     tried = []
     monkeypatch.setattr(gemm_peak, "_seconds", lambda x: tried.append(len(x)) or 1.0)
-    assert gemm_peak.gemm_peak()["peak"] == 2 * 256**3 / 1e9
+    assert set(gemm_peak.gemm_rates([1])[1].values()) == {2 * 256**3 / 1e9}
     assert tried == [256, 256]
 
 

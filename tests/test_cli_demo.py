@@ -17,6 +17,7 @@ from sparge.backends.cpu import library as native
 from sparge.cli import demo_command, main
 from sparge.report.table import times, to_json
 from sparge.showcase import page_figures
+from sparge.support import optional_libraries
 from tiny_lm import make_tokenizer, save, sentences
 
 pytestmark = pytest.mark.usefixtures("piped")
@@ -84,7 +85,9 @@ def test_the_table_the_json_and_the_page_agree(argv, capsys, tmp_path, monkeypat
 
 
 def test_json_to_stdout_and_progress_to_stderr(argv, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(page_figures, "make_figures", lambda show: {})  # they take seconds
+    names = ("time", "plans", "sparsity")
+    none = {name: {"light": "data:,", "dark": "data:,"} for name in names}
+    monkeypatch.setattr(page_figures, "make_figures", lambda show: none)  # they take seconds
     assert main([*argv, "--json", "--repeats", "2", "-o", "mine.html"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -156,17 +159,14 @@ def test_offline_it_says_what_is_missing(capsys, tmp_path, monkeypatch):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_without_a_library_the_extra_is_named(argv, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(page_figures, "find_spec", lambda name: None)
-        assert "sparge[demo]" in complaint(argv, capsys, 3)
-
-    def missing(*_):
-        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-
-    monkeypatch.setattr("sparge.showcase.measure.tokenizer_of", missing)
+@pytest.mark.parametrize("missing", ["matplotlib", "transformers"])
+def test_without_a_library_the_extra_is_named(missing, argv, capsys, monkeypatch):
+    real = optional_libraries.find_spec
+    monkeypatch.setattr(
+        optional_libraries, "find_spec", lambda name: None if name == missing else real(name)
+    )
     message = complaint(argv, capsys, 3)
-    assert "the demo needs transformers" in message
+    assert f"{missing}: not installed" in message
     assert "sparge[demo]" in message
 
 

@@ -16,7 +16,8 @@ from cli_runs import complaint
 from sparge import Recipe, cli
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge.evaluate import harness, measure_cells, model_directory, tested_model
+from sparge.evaluate import cells, harness, model_directory, tested_model
+from sparge.support import optional_libraries
 from tiny_lm import MAX_TOKENS, make_tokenizer, save, sentences
 
 OURS = "cpu" if native.why_missing() is None else "reference"
@@ -112,7 +113,7 @@ def test_text(argv, capsys):
 def test_an_interrupted_run_goes_on(argv, capsys, monkeypatch):
     """Finished cells are not measured again, and the document is the one of a whole run."""
     argv = [*argv, "--measures", "perplexity,needle"]
-    measured, real = [], measure_cells.measure
+    measured, real = [], cells.measure
 
     def measure(subject, cell):
         if len(measured) == 4:
@@ -120,15 +121,13 @@ def test_an_interrupted_run_goes_on(argv, capsys, monkeypatch):
         measured.append(cell.key)
         return real(subject, cell)
 
-    monkeypatch.setattr(measure_cells, "measure", measure)
+    monkeypatch.setattr(cells, "measure", measure)
     assert main(argv) == 130
     err = capsys.readouterr().err
     assert "4 of 10 measurements are saved in" in err
     assert "the same command resumes" in err
     measured[:] = ["again"]
-    monkeypatch.setattr(
-        measure_cells, "measure", lambda s, c: (measured.append(c.key), real(s, c))[1]
-    )
+    monkeypatch.setattr(cells, "measure", lambda s, c: (measured.append(c.key), real(s, c))[1])
     found = document(argv, capsys)
     assert len(measured) == 1 + 6
     assert len(found["needle"]) == 4
@@ -177,7 +176,9 @@ MISTAKES = [
     (["--measures", "prefill", "--tasks", "niah_single_1"], "need each other"),
     (["--text", "no-such.txt"], "--text must be a file or one of"),
     (["--model", "no-such"], "is no directory"),
-    (["--recipe", "no-such.json"], "--recipe must be a JSON object or a file"),
+    (["--recipe", "no-such.json"], "--recipe: must be a JSON object or a file"),
+    (["--recipe", "{}", "--profile", "p.json"], "not allowed with argument --recipe"),
+    (["--depths", "0"], "--depths: must be a whole number of at least 1"),
     (["--profile", "no-such.json"], "--profile must name a file"),
 ]
 
@@ -211,9 +212,9 @@ def test_damaged_models(argv, capsys, tmp_path):
 
 
 def test_without_lm_eval(argv, capsys, monkeypatch):
-    real = harness.importlib.util.find_spec
+    real = optional_libraries.find_spec
     monkeypatch.setattr(
-        harness.importlib.util, "find_spec", lambda name: None if name == "lm_eval" else real(name)
+        optional_libraries, "find_spec", lambda name: None if name == "lm_eval" else real(name)
     )
     err = complaint([*argv, "--measures", "needle"], capsys, code=3)
     assert 'pip install "sparge[eval]"' in err
@@ -248,6 +249,6 @@ def test_lm_eval_with_sparge_registered_first(monkeypatch):
 def test_lm_eval_missing(monkeypatch, capsys):
     from sparge import lm_eval as ours
 
-    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(optional_libraries, "find_spec", lambda name: None)
     assert ours.main() == 3
     assert 'pip install "sparge[eval]"' in capsys.readouterr().err

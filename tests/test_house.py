@@ -198,7 +198,7 @@ def test_the_example_backend_passes_the_conformance_suite():
     assert int(passed[1]) > 150
 
 
-@pytest.mark.parametrize("folder", ["src", "tests"])
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples"])
 def test_files_are_short(folder):
     lengths = {
         str(file.relative_to(ROOT)): len(file.read_text().splitlines())

@@ -15,11 +15,12 @@ pytest.importorskip("matplotlib")
 import torch
 
 from showcases import make_reading, make_show
-from sparge import Recipe, Unsupported
+from sparge import Recipe
 from sparge.report.table import Table, to_json
 from sparge.showcase import comparison, page_figures
 from sparge.showcase.page import make_page
 
+LIGHT = page_figures.THEMES["light"]
 VOID = {"meta", "img", "source", "br"}
 
 
@@ -191,11 +192,11 @@ def test_nothing_sparse_is_said_and_not_drawn():
 def test_the_bars_are_as_long_as_the_seconds():
     show = make_show()
     for parts, reading in (
-        (page_figures.dense_parts(show, page_figures.LIGHT), show.dense),
-        (page_figures.sparge_parts(show, page_figures.LIGHT), show.sparge),
+        (page_figures.dense_parts(show, LIGHT), show.dense),
+        (page_figures.sparge_parts(show, LIGHT), show.sparge),
     ):
         assert sum(spent for _, spent, _ in parts) == pytest.approx(reading.seconds[0])
-    names = [name for name, _, _ in page_figures.sparge_parts(show, page_figures.LIGHT)]
+    names = [name for name, _, _ in page_figures.sparge_parts(show, LIGHT)]
     assert [name.split(": ")[1] for name in names] == [
         "prepare",
         "predict",
@@ -204,20 +205,20 @@ def test_the_bars_are_as_long_as_the_seconds():
         "rest of the model",
     ]
     mixed = replace(show, sparge=replace(show.sparge, attention=(4.0, 4.0, 4.0)))
-    own = page_figures.sparge_parts(mixed, page_figures.LIGHT)[4]
+    own = page_figures.sparge_parts(mixed, LIGHT)[4]
     assert own[:2] == ("sparge: the model's own attention", pytest.approx(2.0))
-    figure = page_figures.time_figure(show, page_figures.LIGHT)
+    figure = page_figures.time_figure(show, LIGHT)
     widths = [bar.get_width() for bar in figure.axes[0].patches]
     assert widths == pytest.approx([10, 10, 0.25, 0.25, 0.25, 1.25, 8])
 
 
 def test_the_heat_maps_hold_the_data():
     show = make_show()
-    grid = page_figures.sparsity_figure(show, page_figures.LIGHT).axes[0].images[0].get_array()
+    grid = page_figures.sparsity_figure(show, LIGHT).axes[0].images[0].get_array()
     # Heads downwards, layers across; the second layer ran dense.
     assert grid[:, 0].tolist() == [75.0, 50.0]
     assert grid.mask[:, 1].all()
-    panel = page_figures.plans_figure(show, page_figures.LIGHT).axes[0]
+    panel = page_figures.plans_figure(show, LIGHT).axes[0]
     assert "layer 0, head 0\n20% of the blocks, 90.0% of the attention" in panel.get_title()
     skipped, computed = (image.get_array() for image in panel.images)
     view = show.heads[0]
@@ -233,9 +234,3 @@ def test_the_table_is_one_of_the_house():
     table = comparison.comparison_table(make_show())
     assert isinstance(table, Table)
     assert table.cells()[0] == ["seconds to the first token", "25.0 s", "10.0 s", "3.00x the speed"]
-
-
-def test_without_matplotlib_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(page_figures, "find_spec", lambda name: None)
-    with pytest.raises(Unsupported, match=r"sparge\[demo\]"):
-        page_figures.require_matplotlib()

@@ -190,7 +190,7 @@ def test_the_mass_of_blocks_is_the_softmax(causal):
         ({"text": "short"}, "at least one block of 128 tokens"),
         ({"text": "medium"}, "at least 450 tokens for this length"),
         ({"text": "nowhere"}, "--text must be a file or one of"),
-        ({"model": "nowhere"}, "--model must be a directory"),
+        ({"model": "nowhere"}, "is no model of the zoo and is no directory"),
     ],
 )
 def test_mistakes_are_found_before_the_weights(changes, message, place, tmp_path, monkeypatch):

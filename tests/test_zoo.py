@@ -12,8 +12,8 @@ import pytest
 
 from sparge import Unsupported, zoo
 from sparge.zoo import model_files, text_files, wheels
-from sparge.zoo.child_process import last_line, run_module
 from sparge.zoo.progress import megabytes, stage
+from sparge.zoo.wheels import last_line, run_module
 from tiny_wheels import tiny_text
 
 TINY = "first: \u03c0\n\nsecond"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparge import Unsupported, zoo
+from sparge.support import optional_libraries
 from sparge.zoo import model_files, wheels
 from tiny_wheels import damaged, tiny_model, values
 
@@ -270,8 +271,10 @@ def test_progress_goes_to_stderr_or_nowhere(model, monkeypatch, capfd):
 
 @pytest.mark.parametrize("missing", ["transformers", "gguf", "filelock"])
 def test_a_missing_library_is_named_before_the_download(model, monkeypatch, missing):
-    find = wheels.find_spec
-    monkeypatch.setattr(wheels, "find_spec", lambda name: None if name == missing else find(name))
+    find = optional_libraries.find_spec
+    monkeypatch.setattr(
+        optional_libraries, "find_spec", lambda name: None if name == missing else find(name)
+    )
     with pytest.raises(Unsupported, match=rf"{missing}: not installed") as caught:
         zoo.load("tiny")
     assert 'pip install "sparge[zoo]"' in str(caught.value)

@@ -10,12 +10,12 @@ import sys
 from importlib import import_module
 
 from .errors import Unsupported
-from .evaluate.harness import require_lm_eval
+from .support.optional_libraries import need_libraries
 
 
 def main() -> int:
     try:
-        require_lm_eval("python -m sparge.lm_eval")
+        need_libraries("python -m sparge.lm_eval cannot run", "lm_eval", extra="eval")
     except Unsupported as refusal:
         print(f"sparge: error: {refusal}", file=sys.stderr)
         return 3

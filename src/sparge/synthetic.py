@@ -14,7 +14,6 @@ device and with any number of threads.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,25 +22,13 @@ from .support.ordered_sums import fold_sum
 
 MIN_HEAD_DIM = 8
 SINK_TOKENS = 2
-SEGMENT = (48, 320)
-"""Shortest and longest segment of one topic, in tokens."""
+SEGMENT = (48, 320)  # shortest and longest segment of one topic, in tokens
 WAVELENGTHS = (48.0, 4096.0)
 TOKENS_PER_TOPIC = 256
 OFFSET = 3.0
 NOISE = 0.8
-
-
-@dataclass(frozen=True)
-class Strengths:
-    """Logits of a head for near tokens, for a shared topic and for the sink."""
-
-    local: float
-    topical: float
-    sink: float
-
-
-LOCAL_HEAD = Strengths(local=9.0, topical=4.0, sink=6.0)
-DIFFUSE_HEAD = Strengths(local=2.5, topical=6.0, sink=3.0)
+LOCAL_HEAD, DIFFUSE_HEAD = (9.0, 4.0, 6.0), (2.5, 6.0, 3.0)
+"""Logits of the first and the last head for near tokens, for a shared topic and for the sink."""
 
 
 def structured_qkv(
@@ -62,75 +49,45 @@ def structured_qkv(
     generator = torch.Generator().manual_seed(seed)
     query = torch.empty(B, Hq, L, D, dtype=dtype)
     key, value = torch.empty(B, Hk, L, D, dtype=dtype), torch.empty(B, Hk, L, D, dtype=dtype)
+    is_sink = (torch.arange(L) < SINK_TOKENS).double()[:, None]
     group = Hq // Hk
     for b in range(B):
         topics = _topics(L, generator)
         for h_k in range(Hk):
-            parts = _Parts.draw(L, D, topics, generator)
-            key[b, h_k] = parts.key(generator)
-            value[b, h_k] = parts.value(generator)
+            position, topic, sink = _components(L, D, topics, generator)
+            offset = OFFSET * _unit(_normal((1, D), generator))
+            held = position + topic + is_sink * sink + offset
+            key[b, h_k] = held + NOISE / math.sqrt(D) * _normal((L, D), generator)
+            # Tokens of a topic have similar values; the sink's value is near zero.
+            values = topic * math.sqrt(D) + _normal((L, D), generator)
+            value[b, h_k] = torch.where(is_sink.bool(), 0.05 * values, values)
             for h in range(h_k * group, (h_k + 1) * group):
-                query[b, h] = parts.query(head_strengths(h, Hq), generator)
+                near, shared, first = head_strengths(h, Hq)
+                wanted = near * position + shared * topic + first * sink
+                # Keys hold unit vectors: the query carries the logit and cancels the 1/sqrt(D).
+                query[b, h] = wanted * math.sqrt(D) + NOISE * _normal((L, D), generator)
     return query.to(device), key.to(device), value.to(device)
 
 
-def head_strengths(h: int, Hq: int) -> Strengths:
+def head_strengths(h: int, Hq: int) -> list[float]:
     """Equal steps from the local head to the diffuse one."""
     t = h / max(Hq - 1, 1)
-    a, b = LOCAL_HEAD, DIFFUSE_HEAD
-    return Strengths(
-        local=a.local + t * (b.local - a.local),
-        topical=a.topical + t * (b.topical - a.topical),
-        sink=a.sink + t * (b.sink - a.sink),
-    )
+    return [a + t * (b - a) for a, b in zip(LOCAL_HEAD, DIFFUSE_HEAD, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """The components of one key head's tokens, `[L, D]` each, in orthogonal subspaces.
-
-    position, topic: unit rows; sink: one unit vector `[D]`.
-    """
-
-    position: Tensor
-    topic: Tensor
-    sink: Tensor
-
-    @classmethod
-    def draw(cls, L: int, D: int, topics: Tensor, generator: torch.Generator) -> _Parts:
-        axes = _axes(D, generator)
-        n_waves = D // 8
-        angles = torch.arange(L)[:, None] * _frequencies(n_waves)
-        waves = torch.cat([angles.cos(), angles.sin()], 1) / n_waves**0.5
-        topical_axes = axes[1 + 2 * n_waves :]
-        directions = _normal((int(topics.max()) + 1, topical_axes.shape[0]), generator)
-        return cls(
-            position=_along(waves, axes[1 : 1 + 2 * n_waves]),
-            topic=_along(_unit(directions), topical_axes)[topics],
-            sink=axes[0],
-        )
-
-    def query(self, strengths: Strengths, generator: torch.Generator) -> Tensor:
-        L, D = self.position.shape
-        wanted = strengths.local * self.position + strengths.topical * self.topic
-        # Keys hold unit vectors: the query carries the logit and cancels the 1/sqrt(D).
-        return (wanted + strengths.sink * self.sink) * math.sqrt(D) + NOISE * _normal(
-            (L, D), generator
-        )
-
-    def key(self, generator: torch.Generator) -> Tensor:
-        L, D = self.position.shape
-        offset = OFFSET * _unit(_normal((1, D), generator))
-        is_sink = (torch.arange(L) < SINK_TOKENS).double()[:, None]
-        held = self.position + self.topic + is_sink * self.sink
-        return held + offset + NOISE / math.sqrt(D) * _normal((L, D), generator)
-
-    def value(self, generator: torch.Generator) -> Tensor:
-        """Tokens of a topic have similar values; the sink's value is near zero."""
-        L, D = self.position.shape
-        values = self.topic * math.sqrt(D) + _normal((L, D), generator)
-        values[:SINK_TOKENS] *= 0.05
-        return values
+def _components(
+    L: int, D: int, topics: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one key head's tokens, in orthogonal subspaces: position and topic, unit rows `[L, D]`,
+    and the unit vector `[D]` of the sink."""
+    axes = _axes(D, generator)
+    n_waves = D // 8
+    angles = torch.arange(L)[:, None] * _frequencies(n_waves)
+    waves = torch.cat([angles.cos(), angles.sin()], 1) / n_waves**0.5
+    topical_axes = axes[1 + 2 * n_waves :]
+    directions = _normal((int(topics.max()) + 1, topical_axes.shape[0]), generator)
+    position = _along(waves, axes[1 : 1 + 2 * n_waves])
+    return position, _along(_unit(directions), topical_axes)[topics], axes[0]
 
 
 def _topics(L: int, generator: torch.Generator) -> Tensor:

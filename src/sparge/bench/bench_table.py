@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..report.machine import load_text
+from ..report.machine import machine_text
 from ..report.table import Column, Table, error, milliseconds, share, three_digits, times
 from .cases import SAMPLED_ROWS, Case
 
@@ -31,7 +31,9 @@ def bench_table(document: dict[str, Any]) -> Table:
         {**row, **row.get("stages", {}), "case": _case_name(row), "ratio_text": _ratio_text(row)}
         for row in document["rows"]
     ]
-    stages = dict.fromkeys(name for row in rows for name in row.get("stages", {}))
+    # In the order of the row with most stages: some recipes need no prediction.
+    fullest = sorted((row.get("stages", {}) for row in rows), key=len, reverse=True)
+    stages = dict.fromkeys(name for each in fullest for name in each)
     columns = [*COLUMNS, *(Column(name, name, milliseconds) for name in stages), *LAST_COLUMNS]
     title = f"{document['heads']} heads, structured inputs"
     return Table(title, columns, rows, _notes(document, rows, list(stages)))
@@ -40,21 +42,20 @@ def bench_table(document: dict[str, Any]) -> Table:
 def _notes(document: dict[str, Any], rows: list[dict[str, Any]], stages: list[str]) -> list[str]:
     lost = [row for row in rows if row.get("loses")]
     ours = [row for row in rows if row["kind"] == "sparse" and row["why_not"] is None]
-    rounds = sorted({row["rounds"] for row in rows if row["why_not"] is None})
+    rounds = [row["rounds"] for row in rows if row["why_not"] is None]
     peaks = ", ".join(
         f"{peak['peak']:.0f} GFLOP/s ({peak['of']}) with {n} threads"
         for n, peak in document["peaks"].items()
     )
     return [
-        f"machine: {document['machine_line']}; sparge's instruction set: "
-        f"{document['isa'] or 'none'}; load average at the start: {load_text(document)}.",
+        f"machine: {machine_text(document)}.",
         f"sparge is slower than SDPA in {len(lost)} of its {len(ours)} rows, marked{LOSES}.",
         "case: tokens, head dim, diagonal, threads. contender: what is kept. Inputs are bf16 "
         "unless the name says fp32; sparge computes in int8 (fast: int8-fast) and predicts by mean "
         "(blend and default: by blend). flex: compiled FlexAttention with sparge's blocks.",
         f"ms: the whole call, then its stages ({', '.join(stages)}).",
         "times SDPA: time of torch's SDPA in the same dtype / this time, within a round; median of "
-        f"{_from_to(rounds)} rounds in turns. +-: half its range over the rounds (SDPA: of its "
+        f"{_from_to(rounds)} in turns. +-: half its range over the rounds (SDPA: of its "
         "time); a large value means that other programs ran.",
         f"error: relative L1 against dense fp64 of the same inputs, on {SAMPLED_ROWS} query rows "
         "of each head. quant: against fp64 over the same blocks, without the sparsity error.",
@@ -75,11 +76,9 @@ def _ratio_text(row: Mapping[str, Any]) -> str:
     return times(row["ratio"]) + (LOSES if row["loses"] else "")
 
 
-def _from_to(numbers: list[int]) -> str:
-    if not numbers:
-        return "0"
-    low, high = numbers[0], numbers[-1]
-    return str(low) if low == high else f"{low} to {high}"
+def _from_to(rounds: list[int]) -> str:
+    low, high = min(rounds, default=0), max(rounds, default=0)
+    return f"{low} to {high} rounds" if low < high else f"{high} round{'' if high == 1 else 's'}"
 
 
 def _reasons(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,25 +1,27 @@
-"""The cases of a benchmark: one length, head dim, diagonal and number of threads at a time."""
+"""The cases of a benchmark, and a row of plain data for each contender in each case."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from ..accuracy import sample_rows
 from ..support.turns import no_garbage_collection, take_turns, threads
 from ..synthetic import structured_qkv
-from .case_rows import case_rows
-from .compiled_flex import CompiledFlex
-from .contender import Contender, Flex, Inputs, Sparse
-from .lineup import DTYPES, FLEX, SDPA, Entry
+from .contender import CompiledFlex, Contender, Inputs
+from .lineup import DTYPES, SDPA, SPARSE, Entry
+from .truth import Truth, dense_pairs, kept_pairs, relative_l1
 
-SAMPLED_ROWS = 64
-"""Query rows of each head on which errors are measured."""
+SAMPLED_ROWS = 64  # query rows of each head on which errors are measured
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 SECONDS_PER_CASE = 5.0
-WARM_UP = 2.0
-"""A first round shorter than this many seconds is discarded."""
+WARM_UP = 2.0  # a first round shorter than this many seconds is discarded
+ATTEND, TOTAL = "attend", "total"
+"""Names in a record's seconds: the last stage, and the sum of all stages."""
+FLOPS_PER_SCORE = 4  # times the head dim: multiply and add, for QK and for PV
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -29,24 +31,9 @@ class Case:
     causal: bool
     threads: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         kind = "causal" if self.causal else "full"
         return f"{self.length} d{self.head_dim} {kind} {self.threads}t"
-
-
-def cases(
-    lengths: Sequence[int], head_dims: Sequence[int], causal: Sequence[bool], n: Sequence[int]
-) -> list[Case]:
-    return [
-        Case(length, head_dim, is_causal, threads)
-        for length in lengths
-        for head_dim in head_dims
-        for threads in n
-        for is_causal in causal
-    ]
 
 
 def measure_cases(
@@ -56,7 +43,7 @@ def measure_cases(
     heads: int,
     repeat: int | None,
     step: Callable[[str], None],
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """The rows of every case. step: called after each case with its name."""
     made: tuple[int, int] | None = None
     inputs: dict[str, Inputs] = {}
@@ -67,7 +54,7 @@ def measure_cases(
         with threads(case.threads):
             contenders = make_contenders(case, entries, inputs)
             measure_contenders(contenders, repeat=repeat)
-            yield from case_rows(case.to_dict(), contenders)
+            yield from case_rows(case, contenders)
         step(str(case))
 
 
@@ -78,23 +65,11 @@ def make_inputs(case: Case, heads: int) -> dict[str, Inputs]:
 
 
 def make_contenders(
-    case: Case, entries: Sequence[Entry], inputs: dict[str, Inputs]
+    case: Case, entries: Sequence[Entry], inputs: Mapping[str, Inputs]
 ) -> list[Contender]:
     """Prepared contenders; those that cannot run have `why_not`."""
-    rows = sample_rows(case.length, SAMPLED_ROWS)
-    compiled = CompiledFlex()
-    found: list[Contender] = []
-    for entry in entries:
-        facts = (entry, inputs[entry.dtype], case.causal, rows)
-        if entry.kind == SDPA:
-            contender = Contender(*facts)
-        elif entry.kind == FLEX:
-            contender = Flex(*facts, compiled=compiled)
-        else:
-            contender = Sparse(*facts)
-        contender.prepare()
-        found.append(contender)
-    return found
+    rows, flex = sample_rows(case.length, SAMPLED_ROWS), CompiledFlex()
+    return [Contender(entry, inputs[entry.dtype], case.causal, rows, flex) for entry in entries]
 
 
 def measure_contenders(contenders: Sequence[Contender], *, repeat: int | None) -> None:
@@ -112,3 +87,84 @@ def measure_contenders(contenders: Sequence[Contender], *, repeat: int | None) -
     for contender, seconds in zip(able, times, strict=True):
         contender.seconds = seconds
         contender.runs = contender.runs[-len(seconds) :]  # without the warm-up
+
+
+def case_rows(case: Case, contenders: Sequence[Contender]) -> list[Row]:
+    dense = {c.entry.dtype: c for c in contenders if c.entry.kind == SDPA}
+    truth = {
+        name: Truth(*c.inputs, rows=c.rows, is_causal=c.is_causal) for name, c in dense.items()
+    }
+    rows = []
+    for contender in contenders:
+        entry = contender.entry
+        row = {
+            **asdict(case),
+            "contender": entry.name,
+            "kind": entry.kind,
+            "dtype": entry.dtype,
+            "backend": entry.backend,
+            "recipe_name": entry.recipe_name,
+            "recipe": None if entry.recipe is None else entry.recipe.to_dict(),
+            "isa": contender.runs[0].isa if contender.runs else None,
+            "why_not": contender.why_not,
+        }
+        if contender.why_not is None:
+            row |= _errors(contender, truth[entry.dtype])
+            row |= _times(contender, dense[entry.dtype])
+        rows.append(row)
+    return rows
+
+
+def add_shares_of_peak(rows: Iterable[Row], peaks: Mapping[int, float]) -> None:
+    """peaks: GFLOP/s by number of threads."""
+    for row in rows:
+        if row["why_not"] is None:
+            row["share_of_peak"] = row["gflops"] / peaks[row["threads"]]
+
+
+def _errors(contender: Contender, truth: Truth) -> Row:
+    assert contender.out is not None
+    blocks = truth.dense if contender.plan is None else truth.of_blocks(contender.plan)
+    return {
+        "density": 1.0 if contender.plan is None else contender.plan.density,
+        "error": relative_l1(contender.out, truth.dense),
+        "quantization_error": relative_l1(contender.out, blocks),
+        "sparsity_error": relative_l1(blocks, truth.dense),
+    }
+
+
+def _times(contender: Contender, dense: Contender) -> Row:
+    B, Hq, L, D = contender.inputs[0].shape
+    seconds = median(contender.seconds)
+    # Within each round: whatever slowed the machine slowed both.
+    ratios = [d / s for d, s in zip(dense.seconds, contender.seconds, strict=True)]
+    spread = ratios if contender is not dense else contender.seconds
+    pairs = dense_pairs(B, Hq, L, is_causal=contender.is_causal)
+    kept = pairs if contender.plan is None else kept_pairs(contender.plan)
+    return {
+        "rounds": len(contender.seconds),
+        "seconds": seconds,
+        "seconds_each": list(contender.seconds),
+        "ratio": median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+        "spread": (max(spread) - min(spread)) / (2 * median(spread)),
+        "loses": contender.entry.kind == SPARSE and median(ratios) < 1,
+        "scores": pairs,
+        "kept_scores": kept,
+        "ns_per_score": seconds * 1e9 / pairs,
+        "gflops": FLOPS_PER_SCORE * D * kept / seconds / 1e9,
+        **_stages(contender, dense),
+    }
+
+
+def _stages(contender: Contender, dense: Contender) -> Row:
+    """stages: median seconds by name. overhead: time before `attend`, as a share of SDPA's."""
+    if not contender.runs:
+        return {}
+    each = [run.seconds for run in contender.runs]
+    before = [run[TOTAL] - run[ATTEND] for run in each]
+    return {
+        "stages": {name: median(run[name] for run in each) for name in each[0] if name != TOTAL},
+        "overhead": median(b / d for b, d in zip(before, dense.seconds, strict=True)),
+    }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,15 +16,55 @@ from ..api import attention, explain, make_plan
 from ..blockplan import BlockPlan
 from ..errors import Unsupported
 from ..record import Run, record
-from .compiled_flex import CompiledFlex
-from .lineup import Entry
+from .lineup import SDPA, SPARSE, Entry
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
+class CompiledFlex:
+    """FlexAttention, compiled once for a shape, diagonal and number of threads.
+
+    A failure of the compiler is kept: it takes as long as a success, and would repeat.
+    """
+
+    def __init__(self) -> None:
+        self.run: Callable[..., Any] | None = None
+        self.fault: str | None = None
+
+    def compile(self, inputs: Inputs, block_mask: BlockMask) -> str | None:
+        """Compile and run once; return None, or the reason of a failure."""
+        if self.fault is None:
+            try:
+                self.run = self.run or _compiled()
+                # In this process: a pool of compilers would stay and use the measured cores.
+                with torch._inductor.config.patch(compile_threads=1):
+                    self(inputs, block_mask)
+            except Exception as fault:  # whatever fails, the other rows are measured
+                first_line = next(iter(str(fault).strip().splitlines()), "no reason given")
+                self.fault = f"does not compile here: {type(fault).__name__}: {first_line}"
+        return self.fault
+
+    @torch.no_grad()
+    def __call__(self, inputs: Inputs, block_mask: BlockMask) -> Tensor:
+        assert self.run is not None
+        return self.run(*inputs, block_mask=block_mask)
+
+
+def _compiled() -> Callable[..., Any]:
+    import torch._inductor.config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Earlier shapes count towards a limit after which torch falls back to eager mode.
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=False)
+
+
 @dataclass
 class Contender:
-    """Torch's SDPA, and the base of the others.
+    """An entry of the lineup, prepared for one case.
 
     rows: query rows whose output is kept for the error. plan: the blocks that are read.
     why_not: why it cannot run here, or None. seconds, runs: one per round.
@@ -31,17 +74,35 @@ class Contender:
     inputs: Inputs
     is_causal: bool
     rows: Tensor
+    flex: CompiledFlex
     plan: BlockPlan | None = None
     why_not: str | None = None
     out: Tensor | None = None
     seconds: list[float] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
-    def prepare(self) -> None:
-        """Do everything that is not timed; set `why_not` if the contender cannot run."""
-
-    def attend(self) -> Tensor:
-        return F.scaled_dot_product_attention(*self.inputs, is_causal=self.is_causal)
+    def __post_init__(self) -> None:
+        """Do everything that is not timed."""
+        entry = self.entry
+        options: dict[str, Any] = {"is_causal": self.is_causal}
+        self.attend = partial(F.scaled_dot_product_attention, *self.inputs, **options)
+        if entry.kind == SDPA:
+            return
+        options |= {"recipe": entry.recipe, "backend": entry.backend}
+        try:
+            explain(*self.inputs, **options)
+        except Unsupported as refused:
+            why = refused.reasons[str(entry.backend)]
+            no_blocks = f"no blocks to give it; {entry.backend} says: {why}"
+            self.why_not = why if entry.kind == SPARSE else no_blocks
+            return
+        self.plan = make_plan(*self.inputs[:2], **options)
+        if entry.kind == SPARSE:
+            self.attend = partial(attention, *self.inputs, **options)
+        else:
+            block_mask = self.plan.to_flex()
+            self.why_not = self.flex.compile(self.inputs, block_mask)
+            self.attend = partial(self.flex, self.inputs, block_mask)
 
     def take_turn(self) -> float:
         """Run once; return the seconds. Recording the stages is part of the time."""
@@ -54,50 +115,3 @@ class Contender:
             # Sampled rows only: keeping the whole output would leave the next turn cold memory.
             self.out = out[:, :, self.rows].clone()
         return seconds
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """The arguments of sparge's functions besides the tensors."""
-        entry = self.entry
-        return {"is_causal": self.is_causal, "recipe": entry.recipe, "backend": entry.backend}
-
-    def make_plan(self) -> str | None:
-        """Set the plan; return why the backend refuses the recipe, or None."""
-        try:
-            explain(*self.inputs, **self.asked)
-        except Unsupported as refused:
-            return refused.reasons[str(self.entry.backend)]
-        query, key, _ = self.inputs
-        self.plan = make_plan(query, key, **self.asked)
-        return None
-
-
-@dataclass
-class Sparse(Contender):
-    """`sparge.attention` on one backend, the whole call."""
-
-    def prepare(self) -> None:
-        self.why_not = self.make_plan()
-
-    def attend(self) -> Tensor:
-        out = attention(*self.inputs, **self.asked)
-        assert isinstance(out, Tensor)
-        return out
-
-
-@dataclass
-class Flex(Contender):
-    """Compiled FlexAttention with the blocks that sparge's backend chooses for the recipe."""
-
-    compiled: CompiledFlex = field(default_factory=CompiledFlex)
-
-    def prepare(self) -> None:
-        refused = self.make_plan()
-        if self.plan is None:
-            self.why_not = f"no blocks to give it; {self.entry.backend} says: {refused}"
-            return
-        self.block_mask = self.plan.to_flex()
-        self.why_not = self.compiled.compile(self.inputs, self.block_mask)
-
-    def attend(self) -> Tensor:
-        return self.compiled(self.inputs, self.block_mask)

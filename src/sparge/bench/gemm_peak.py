@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ..support.turns import take_turns, threads
+from ..support.turns import take_turns, threads, timed
 from .lineup import DTYPES
 
 SIZES = (256, 1024)
-SECONDS = 0.3
-"""Spent on each product; the fastest run counts."""
-TOO_SLOW = 2.0
-"""Seconds of one product that is not worth measuring."""
+SECONDS = 0.3  # spent on each product; the fastest run counts
+TOO_SLOW = 2.0  # seconds of one product that is not worth measuring
+Rates = dict[str, float]
 
 
-def gemm_peaks(counts: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """By number of threads."""
+def gemm_rates(counts: Iterable[int]) -> dict[int, Rates]:
+    """GFLOP/s of square products, by number of threads and by dtype."""
     found = {}
     for n in counts:
         with threads(n):
-            found[n] = gemm_peak()
+            found[n] = {name: _rate(dtype) / 1e9 for name, dtype in DTYPES.items()}
     return found
 
 
-def gemm_peak() -> dict[str, Any]:
-    """GFLOP/s of square products by dtype under torch's current threads; `peak` is the largest."""
-    return _peak_of({name: _rate(dtype) / 1e9 for name, dtype in DTYPES.items()})
-
-
-def larger(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The better of two measurements of the same products, by dtype."""
-    return _peak_of({name: max(one["gflops"][name], other["gflops"][name]) for name in DTYPES})
-
-
-def _peak_of(rates: dict[str, float]) -> dict[str, Any]:
-    best = max(rates, key=lambda name: rates[name])
-    return {"gflops": rates, "peak": rates[best], "of": best}
+def gemm_peaks(*measured: Mapping[int, Rates]) -> dict[int, dict[str, Any]]:
+    """The best of several measurements, by number of threads; `peak` is the largest rate."""
+    peaks = {}
+    for n in measured[0]:
+        rates = {name: max(each[n][name] for each in measured) for name in DTYPES}
+        best = max(rates, key=rates.__getitem__)
+        peaks[n] = {"gflops": rates, "peak": rates[best], "of": best}
+    return peaks
 
 
 def _rate(dtype: torch.dtype) -> float:
@@ -55,9 +48,4 @@ def _rate(dtype: torch.dtype) -> float:
 
 
 def _seconds(x: torch.Tensor) -> float:
-    def product() -> float:
-        start = time.perf_counter()
-        x @ x
-        return time.perf_counter() - start
-
-    return min(take_turns([product], seconds=SECONDS)[0])
+    return min(take_turns([lambda: timed(lambda: x @ x)[0]], seconds=SECONDS)[0])

@@ -13,36 +13,24 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SDPA, SPARSE, FLEX = "sdpa", "sparse", "flex"
 
 
-@dataclass(frozen=True)
-class BenchRecipe:
-    """A recipe that is measured on every backend.
-
-    name: what is kept; int8, or int8-fast if the name says fast. in_flex: FlexAttention runs it
-    too.
-    """
-
-    name: str
-    recipe: Recipe
-    dtype: str = "bf16"
-    in_flex: bool = False
-
-
 def _share(share: float, *, precision: str = "int8", predictor: str = "mean") -> Recipe:
     return Recipe(keep=KeepFraction(share), precision=precision, predictor=predictor)
 
 
-RECIPES = (
-    BenchRecipe("all", Recipe(keep=KeepAll()), in_flex=True),
-    BenchRecipe("40%", _share(0.4), in_flex=True),
+RECIPES = {
+    "all": Recipe(keep=KeepAll()),
+    "40%": _share(0.4),
     # The same amount, chosen by the default predictor: shows the cost of its exact rows.
-    BenchRecipe("40% blend", _share(0.4, predictor="blend")),
-    BenchRecipe("20%", _share(0.2), in_flex=True),
-    BenchRecipe("default", DEFAULT, in_flex=True),
-    BenchRecipe("fast all", Recipe(keep=KeepAll(), precision="int8-fast")),
-    BenchRecipe("fast 40%", _share(0.4, precision="int8-fast")),
-    BenchRecipe("fast 20%", _share(0.2, precision="int8-fast")),
-    BenchRecipe("fp32 all", Recipe(keep=KeepAll()), dtype="fp32"),
-)
+    "40% blend": _share(0.4, predictor="blend"),
+    "20%": _share(0.2),
+    "default": DEFAULT,
+    "fast all": Recipe(keep=KeepAll(), precision="int8-fast"),
+    "fast 40%": _share(0.4, precision="int8-fast"),
+    "fast 20%": _share(0.2, precision="int8-fast"),
+    "fp32 all": Recipe(keep=KeepAll()),
+}
+"""Measured on every backend; in bf16, unless the name says fp32."""
+IN_FLEX = ("all", "40%", "20%", "default")  # FlexAttention has no precision of its own
 
 
 @dataclass(frozen=True)
@@ -60,17 +48,12 @@ class Entry:
 def lineup(backends: Sequence[str], words: Sequence[str] = ()) -> list[Entry]:
     """Contenders whose name contains one of the words (all without words), and SDPA of their
     dtypes. Raises ValueError for a word that no name contains."""
-    found = [
-        Entry(f"{backend} {r.name}", SPARSE, r.dtype, backend, r.name, r.recipe)
-        for backend in backends
-        for r in RECIPES
-    ]
-    # FlexAttention has no precision of its own and gets the blocks of the first backend.
-    found += [
-        Entry(f"flex {r.name}", FLEX, r.dtype, backends[0], r.name, r.recipe)
-        for r in RECIPES
-        if r.in_flex
-    ]
+    runs = [(SPARSE, backend, backend, name) for backend in backends for name in RECIPES]
+    runs += [(FLEX, FLEX, backends[0], name) for name in IN_FLEX]  # blocks of the first backend
+    found = []
+    for kind, title, backend, name in runs:
+        dtype = "fp32" if name.startswith("fp32") else "bf16"
+        found.append(Entry(f"{title} {name}", kind, dtype, backend, name, RECIPES[name]))
     for word in words:
         if not any(word in entry.name for entry in found):
             names = ", ".join(entry.name for entry in found)
@@ -79,6 +62,5 @@ def lineup(backends: Sequence[str], words: Sequence[str] = ()) -> list[Entry]:
     result = []
     for dtype in DTYPES:
         same = [entry for entry in chosen if entry.dtype == dtype]
-        if same:
-            result += [Entry(f"SDPA {dtype}", SDPA, dtype), *same]
+        result += [Entry(f"SDPA {dtype}", SDPA, dtype), *same] if same else []
     return result

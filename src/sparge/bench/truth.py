@@ -28,7 +28,8 @@ class Truth:
             for b in range(B)
             for h in range(Hq)
         ]
-        self.rows, self.weights = rows, torch.stack(each).unflatten(0, (B, Hq))
+        self.rows, self.is_causal = rows, is_causal
+        self.weights = torch.stack(each).unflatten(0, (B, Hq))
         self.value = v.repeat_interleave(Hq // k.shape[1], 1)
         self.dense = self.weights @ self.value
 

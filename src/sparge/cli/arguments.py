@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..recipe import Recipe
 
 MODEL = "smollm2-135m-instruct"
-MODEL_HELP = "a model of the zoo, or a directory that transformers can load"
-RECIPE_HELP = "a JSON object, or a file that holds one"
-TEXT_HELP = "a text of the zoo, or a file"
-RECIPE_BYTES = 1 << 20
-"""Largest recipe file that is read."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+RECIPE_BYTES = 1 << 20  # largest recipe file that is read
 
 
 def whole(text: str) -> int:
@@ -39,51 +37,12 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document, no text")
-
-
-def check_file(path: str, option: str = "--output") -> None:
-    """Raise ValueError if a file could not be written at `path`. Nothing is made."""
-    target = Path(path)
-    with _refusing(path, option):
-        if not target.name or (target.exists() and not target.is_file()):
-            # A device would be replaced by a file, not written to.
-            raise ValueError(f"{option} must name a file to make or replace, got {path!r}")
-        _try_to_write(target.parent)
-
-
-def check_directory(path: str, option: str = "--output") -> None:
-    """Raise ValueError if files could not be written in a directory `path`. Nothing is made."""
-    target = Path(path)
-    with _refusing(path, option):
-        there = next(place for place in (target, *target.parents) if place.exists())
-        if not there.is_dir():
-            raise ValueError(f"{option} must name a directory, got {path!r}: {there} is a file")
-        _try_to_write(there)
-
-
-def _try_to_write(directory: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".sparge."):
-        pass
-
-
-@contextmanager
-def _refusing(path: str, option: str) -> Iterator[None]:
+def recipe(text: str) -> Recipe:
+    """A JSON object, or a file that holds one."""
     try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{option} {path!r} cannot be written: {error.strerror}") from None
-
-
-def read_recipe(text: str) -> Recipe:
-    """The argument --recipe."""
-    try:
-        if not text.lstrip().startswith("{"):
-            text = _read_small(text)
-        return Recipe.from_json(text)
-    except TypeError as mistake:  # a value of a wrong type
-        raise ValueError(f"--recipe: {mistake}") from None
+        return Recipe.from_json(text if text.lstrip().startswith("{") else _read_small(text))
+    except (ValueError, TypeError) as mistake:
+        raise argparse.ArgumentTypeError(str(mistake)) from None
 
 
 def _read_small(path: str) -> str:
@@ -92,11 +51,52 @@ def _read_small(path: str) -> str:
             text = file.read(RECIPE_BYTES + 1)
     except OSError as error:
         raise ValueError(
-            f"--recipe must be a JSON object or a file that holds one; {path!r} does not begin "
-            f"with {{ and cannot be read: {error.strerror}"
+            f"must be a JSON object or a file that holds one; {path!r} does not begin with {{ and "
+            f"cannot be read: {error.strerror}"
         ) from None
     if len(text) > RECIPE_BYTES:
-        raise ValueError(
-            f"--recipe must be a file of at most {RECIPE_BYTES} bytes; {path!r} is longer"
-        )
+        raise ValueError(f"must be a file of at most {RECIPE_BYTES} bytes; {path!r} is longer")
     return text
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document, no text")
+
+
+def add_recipe(parser: Any, **options: Any) -> None:
+    about = {"metavar": "JSON", "help": "a JSON object, or a file that holds one", **options}
+    parser.add_argument("--recipe", type=recipe, **about)
+
+
+def add_model(parser: argparse.ArgumentParser, more: str = "", **options: Any) -> None:
+    about = "a model of the zoo, or a directory that transformers can load"
+    more = "; default: %(default)s" if "default" in options else more
+    parser.add_argument("--model", metavar="NAME|DIR", help=f"{about}{more}", **options)
+
+
+def add_text(parser: argparse.ArgumentParser, more: str = "", **options: Any) -> None:
+    about = f"a text of the zoo, or a file{more}; default: essays"
+    parser.add_argument("--text", metavar="NAME|FILE", help=about, **options)
+
+
+def check_file(path: str, option: str = "--output") -> None:
+    """Raise ValueError if a file could not be written at `path`. Nothing is made."""
+    try:
+        target = Path(path)
+        if not target.name or (target.exists() and not target.is_file()):
+            # A device would be replaced by a file, not written to.
+            raise ValueError(f"{option} must name a file to make or replace, got {path!r}")
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise ValueError(f"{option} {path!r} cannot be written: {error.strerror}") from None
+
+
+def check_directory(path: str, option: str = "--output") -> None:
+    """Raise ValueError if files could not be written in a directory `path`. Nothing is made."""
+    try:
+        there = next(place for place in (Path(path), *Path(path).parents) if place.exists())
+        if not there.is_dir():
+            raise ValueError(f"{option} must name a directory, got {path!r}: {there} is a file")
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ValueError(f"{option} {path!r} cannot be written: {error.strerror}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from ..backends.cpu.library import ENV_ISA
 from ..bench.self_check import LENGTH, check_backends
 from ..call import Call
-from ..dispatch import AUTO, DENSE, ENV, Choice, backends, choose
+from ..check import check_call
+from ..dispatch import AUTO, DENSE, ENV, backends, choose
 from ..errors import Unsupported
 from ..recipe import DEFAULT
 from ..report import crossover_status
@@ -37,18 +39,15 @@ CHECK_COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="measure again where dense attention is faster, and store it in the cache directory",
-    )
+    calibrate = "measure again where dense attention is faster, and store the result"
+    parser.add_argument("--calibrate", action="store_true", help=calibrate)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     # Before the checks: their calls could measure it first.
     crossover = crossover_status.calibrate() if args.calibrate else crossover_status.cached()
-    checks = [check.to_dict() for device in devices() for check in check_backends(device)]
+    checks = [asdict(check) for device in devices() for check in check_backends(device)]
     passed = all(check["verdict"] != "failed" for check in checks)
     document = {
         "format": "sparge.doctor/1",
@@ -66,71 +65,44 @@ def run(args: argparse.Namespace) -> int:
 
 def sample_call(device: str) -> Call:
     """The attention of one Llama-like layer at prefill."""
-    D = 128
-    return Call(
-        B=1,
-        Hq=32,
-        Hk=8,
-        Lq=8192,
-        Lk=8192,
-        D=D,
-        Dv=D,
-        dtype=torch.bfloat16,
-        device=device,
-        scale=D**-0.5,
-        recipe=DEFAULT,
-        is_causal=True,
-    )
+    element = torch.empty((), dtype=torch.bfloat16, device=device)
+    query, key = element.expand(1, 32, 8192, 128), element.expand(1, 8, 8192, 128)
+    return check_call(query, key, key, is_causal=True, enable_gqa=True, recipe=DEFAULT)
 
 
 def judge_backends(call: Call) -> dict[str, Any]:
     """For each backend whether it serves the call, and whether `auto` chooses it."""
-    auto = _auto(call)
+    names = [*(backend.name for backend in backends()), DENSE]
+    try:
+        auto = choose(call, AUTO)
+        verdicts = {**auto.rejected, auto.backend: f"chosen: {auto.reason}"}
+    except (Unsupported, ValueError) as failure:  # such as an unknown name in the environment
+        verdicts = dict.fromkeys(names, f"fails: {failure}")
     rows = []
-    for name in (*(backend.name for backend in backends()), DENSE):
-        why_not = _refusal(call, name)
-        if isinstance(auto, str):
-            verdict = f"fails: {auto}"
-        else:
-            verdict = f"chosen: {auto.reason}" if auto.backend == name else auto.rejected[name]
-        rows.append(
-            {
-                "backend": name,
-                "serves": "yes" if why_not is None else "no",
-                "why_not": why_not,
-                "auto": verdict,
-            }
-        )
+    for name in names:
+        try:
+            choose(call, name)
+            serves, why_not = "yes", None
+        except Unsupported as refusal:
+            serves, why_not = "no", refusal.reasons[name]
+        row = {"backend": name, "serves": serves, "why_not": why_not, "auto": verdicts[name]}
+        rows.append(row)
     return {"call": str(call), "rows": rows}
 
 
-def _auto(call: Call) -> Choice | str:
-    """The choice, or why there is none, such as an unknown name in the environment."""
-    try:
-        return choose(call, AUTO)
-    except (Unsupported, ValueError) as failure:
-        return str(failure)
-
-
-def _refusal(call: Call, name: str) -> str | None:
-    try:
-        choose(call, name)
-    except Unsupported as refusal:
-        return refusal.reasons[name]
-    return None
-
-
 def show(document: dict[str, Any]) -> None:
-    screen = console()
-    facts = document["machine"]
-    sets = facts["instruction_sets"]
+    screen, facts, native = console(), document["machine"], document["native"]
+    sets = (facts["instruction_sets"] or {}).items()
+    listed = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in sets)
+    forced = f"forced by {ENV_ISA}" if native["forced"] else f"{ENV_ISA} forces one"
+    has = f"has {', '.join(native['available'])}; runs {native['runs']} ({forced})"
     lines = {
         **{name: version or "not installed" for name, version in document["versions"].items()},
         "CPU": f"{facts['cpu']} ({facts['architecture']})",
         "cores, torch threads": f"{facts['cores']}, {facts['threads']}",
         "torch CPU capability": facts["cpu_capability"],
-        "instruction sets": "not listed by this system" if sets is None else _yes_or_no(sets),
-        "native core": _native(document["native"]),
+        "instruction sets": listed or "not listed by this system",
+        "native core": has if native["available"] else "missing",
         **crossover_status.status_lines(document["crossover"]),
         "accelerators": ", ".join(facts["accelerators"]) or "none found by torch",
         "environment": " ".join(f"{k}={v}" for k, v in document["environment"].items())
@@ -148,14 +120,3 @@ def show(document: dict[str, Any]) -> None:
     title = f"Self-check: all blocks, {LENGTH} tokens, against torch's dense fp64"
     show_table(screen, Table(title, CHECK_COLUMNS, check["checks"]))
     screen.print("self-check passed" if check["passed"] else "self-check FAILED")
-
-
-def _native(sets: dict[str, Any]) -> str:
-    if not sets["available"]:
-        return "missing"
-    forced = f"forced by {ENV_ISA}" if sets["forced"] else f"{ENV_ISA} forces one"
-    return f"has {', '.join(sets['available'])}; runs {sets['runs']} ({forced})"
-
-
-def _yes_or_no(sets: dict[str, bool]) -> str:
-    return ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in sets.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 import torch
 from torch import Tensor
@@ -11,18 +12,12 @@ from ..check import check_call
 from ..dispatch import AUTO, choose
 from ..geometry import CAUSAL_ALIGNS
 from ..recipe import DEFAULT
-from . import OK
-from .arguments import RECIPE_HELP, add_json, read_recipe, whole, wholes
+from . import OK, arguments
+from .arguments import add_json, add_recipe, whole, wholes
 from .screen import console, deliver
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
-MAX_ELEMENTS = 2**48
-"""Of one tensor: 512 TB in bf16, far above any real call."""
+DTYPES = {**arguments.DTYPES, "fp64": torch.float64}
+MAX_ELEMENTS = 2**48  # of one tensor: 512 TB in bf16, far above any real call
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,29 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     add("--device", default="cpu", help="default: %(default)s")
     add("--causal", action="store_true", help="causal attention")
-    add(
-        "--align",
-        choices=CAUSAL_ALIGNS,
-        default=CAUSAL_ALIGNS[0],
-        help="causal diagonal where lengths differ; default: %(default)s",
-    )
+    align = "causal diagonal where lengths differ; default: %(default)s"
+    add("--align", choices=CAUSAL_ALIGNS, default=CAUSAL_ALIGNS[0], help=align)
     add("--backend", default=AUTO, metavar="NAME", help="default: %(default)s")
-    add("--recipe", metavar="JSON", help=RECIPE_HELP)
+    add_recipe(parser, default=DEFAULT)
     add("--lse", action="store_true", help="the call also returns the LSE")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    query, key, value = tensors_without_memory(args)
-    recipe = DEFAULT if args.recipe is None else read_recipe(args.recipe)
     call = check_call(
-        query,
-        key,
-        value,
+        *tensors_without_memory(args),
         is_causal=args.causal,
         enable_gqa=True,
         causal_align=args.align,
-        recipe=recipe,
+        recipe=args.recipe,
         backend=args.backend,
         return_lse=args.lse,
     )
@@ -65,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         "format": "sparge.explain/1",
         "call": str(call),
         "return_lse": args.lse,
-        "recipe": recipe.to_dict(),
+        "recipe": args.recipe.to_dict(),
         "choice": choice.to_dict(),
     }
     deliver(document, args, lambda: console().print(f"{call}\n{choice}", soft_wrap=True))
@@ -77,14 +64,13 @@ def tensors_without_memory(args: argparse.Namespace) -> tuple[Tensor, Tensor, Te
     if len(args.shape) != 4:
         raise ValueError(f"--shape must be B,H,L,D, four numbers; got {len(args.shape)}")
     B, Hq, Lq, D = args.shape
-    Hk, Lk = args.kv_heads or Hq, args.kv_length or Lq
-    shapes = {"query": (B, Hq, Lq, D), "key": (B, Hk, Lk, D)}
-    shapes["value"] = (B, Hk, Lk, args.value_dim or D)
-    for name, (b, h, L, d) in shapes.items():
-        if b * h * L * d > MAX_ELEMENTS:
+    keys = (B, args.kv_heads or Hq, args.kv_length or Lq)
+    shapes = {"query": args.shape, "key": (*keys, D), "value": (*keys, args.value_dim or D)}
+    for name, shape in shapes.items():
+        if math.prod(shape) > MAX_ELEMENTS:
             raise ValueError(
                 f"--shape, --kv-heads, --kv-length and --value-dim must give tensors of at most "
-                f"2**48 elements; the {name} would be {[b, h, L, d]}"
+                f"2**48 elements; the {name} would be {list(shape)}"
             )
     try:
         element = torch.empty((), dtype=DTYPES[args.dtype], device=args.device)

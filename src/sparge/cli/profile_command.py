@@ -5,26 +5,25 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from .. import zoo
 from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
 from ..report.table import Column, Table, error, share
 from . import BAD_RESULT, OK
-from .arguments import MODEL_HELP, add_json
+from .arguments import add_json, add_model
 from .screen import console, deliver, show_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
     show = actions.add_parser("show", help="what is kept in every layer, and its origin")
-    show.add_argument("profile", metavar="FILE")
-    show.add_argument("--heads", action="store_true", help="also list every head")
     diff = actions.add_parser("diff", help="the layers and heads that differ")
-    diff.add_argument("profile", metavar="FILE")
-    diff.add_argument("other", metavar="OTHER")
     check = actions.add_parser("check", help="whether a file is valid, and fits a model")
-    check.add_argument("profile", metavar="FILE")
-    check.add_argument("--model", metavar="NAME|DIR", help=MODEL_HELP)
     for action in (show, diff, check):
+        action.add_argument("profile", metavar="FILE")
         add_json(action)
+    show.add_argument("--heads", action="store_true", help="also list every head")
+    diff.add_argument("other", metavar="OTHER")
+    add_model(check)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,17 +36,10 @@ def run(args: argparse.Namespace) -> int:
         document = {"format": "sparge.profile.diff/1", "differences": rows}
         deliver(document, args, lambda: _show_differences(args, rows))
         return BAD_RESULT if rows else OK
-    reasons = _reasons(profile, args.model) if args.model else []
+    reasons = profile.mismatches(zoo.load(args.model)[0]) if args.model else []
     document = {"format": "sparge.profile.check/1", "model": args.model, "reasons": reasons}
     deliver(document, args, lambda: _show_check(args, profile, reasons))
     return BAD_RESULT if reasons else OK
-
-
-def _reasons(profile: Profile, name: str) -> list[str]:
-    from .. import zoo
-
-    model, _ = zoo.load(name)
-    return profile.mismatches(model)
 
 
 def layers_table(profile: Profile) -> Table:
@@ -61,7 +53,7 @@ def layers_table(profile: Profile) -> Table:
             Column("density", "density", share),
             Column("pv_skipped", "pv\nskipped", share),
             Column("error", "worst\nerror", error),
-            Column("dense", "dense\nheads", str),
+            Column("dense", "dense\nheads"),
         ],
         rows=[_row_of_layer(name, layer) for name, layer in profile.layers.items()],
     )
@@ -85,7 +77,7 @@ def heads_table(name: str, layer: LayerSettings) -> Table:
     return Table(
         title=f"{name}: {layer.predictor}, {layer.precision}, on {layer.inputs} inputs",
         columns=[
-            Column("head", "head", str),
+            Column("head", "head"),
             Column("mass", "mass", "{:g}".format),
             Column("min_similarity", "min_similarity", "{:g}".format),
             Column("pv_skip", "pv_skip", "{:g}".format),
@@ -98,18 +90,21 @@ def heads_table(name: str, layer: LayerSettings) -> Table:
 
 
 def _show(profile: Profile, heads: bool) -> None:
-    screen = console()
+    screen, model = console(), profile.model
     show_table(screen, layers_table(profile))
-    if heads:
-        for name, layer in profile.layers.items():
-            if layer.is_tuned:
-                show_table(screen, heads_table(name, layer))
-    model = profile.model
+    for name, layer in profile.layers.items():
+        if heads and layer.is_tuned:
+            show_table(screen, heads_table(name, layer))
     shapes = ", ".join(f"{name} {number}" for name, number in model.shapes.items())
-    screen.print(f"for {model.architecture}: {shapes}; weights {model.weights[:19] or 'unknown'}…")
-    screen.print(f"tuned by sparge {profile.version}, {profile.date}, on {profile.machine}")
-    facts = ", ".join(f"{name} {value}" for name, value in profile.calibration.items())
-    screen.print(f"calibration: {facts}")
+    facts = "; ".join(
+        f"{name} {', '.join(value) if isinstance(value, list) else value}"
+        for name, value in profile.calibration.items()
+    )
+    screen.print(
+        f"for {model.architecture}: {shapes}; weights {model.weights[:19] or 'unknown'}…\n"
+        f"tuned by sparge {profile.version}, {profile.date}, on {profile.machine}\n"
+        f"calibration: {facts}"
+    )
 
 
 def differences(a: Profile, b: Profile) -> list[dict[str, Any]]:
@@ -127,7 +122,7 @@ def differences(a: Profile, b: Profile) -> list[dict[str, Any]]:
     for name in dict.fromkeys([*a.layers, *b.layers]):
         one, two = a.layers.get(name), b.layers.get(name)
         if one is None or two is None:
-            rows.append({"where": name, "first": _presence(one), "second": _presence(two)})
+            note(name, "present" if one else "missing", "present" if two else "missing")
             continue
         for field in RECIPE_FIELDS:
             note(f"{name} {field}", getattr(one, field), getattr(two, field))
@@ -141,34 +136,24 @@ def head_text(head: HeadSettings) -> str:
     """The settings of one head, with its density and error."""
     if head.is_dense:
         return "dense"
-    parts = [f"mass {head.mass:g}"]
-    if head.min_similarity is not None:
-        parts.append(f"min_similarity {head.min_similarity:g}")
-    if head.pv_skip is not None:
-        parts.append(f"pv_skip {head.pv_skip:g}")
-    return f"{', '.join(parts)}: density {head.density:.3f}, error {head.error:.4f}"
-
-
-def _presence(layer: LayerSettings | None) -> str:
-    return "missing" if layer is None else "present"
+    names = ("mass", "min_similarity", "pv_skip")
+    given = [f"{name} {getattr(head, name):g}" for name in names if getattr(head, name) is not None]
+    return f"{', '.join(given)}: density {head.density:.3f}, error {head.error:.4f}"
 
 
 def _show_differences(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    screen = console()
     if not rows:
-        screen.print("the profiles keep the same blocks")
+        console().print("the profiles keep the same blocks")
         return
-    columns = [Column("where", "where"), Column("first", args.profile)]
-    columns.append(Column("second", args.other))
-    show_table(screen, Table(f"{len(rows)} differences", columns, rows))
+    headings = {"where": "where", "first": args.profile, "second": args.other}
+    columns = [Column(key, heading) for key, heading in headings.items()]
+    show_table(console(), Table(f"{len(rows)} differences", columns, rows))
 
 
 def _show_check(args: argparse.Namespace, profile: Profile, reasons: list[str]) -> None:
-    screen = console()
     valid = f"{args.profile} is a valid profile of {profile.name or profile.model.architecture}"
     untuned = f", {len(profile.untuned)} layers not tuned" if profile.untuned else ""
-    screen.print(f"{valid}: {len(profile.layers)} layers{untuned}")
-    for reason in reasons:
-        screen.print(f"does not fit {args.model}: {reason}")
-    if args.model and not reasons:
-        screen.print(f"it was tuned for {args.model}")
+    lines = [f"{valid}: {len(profile.layers)} layers{untuned}"]
+    lines += [f"does not fit {args.model}: {reason}" for reason in reasons]
+    lines += [f"it was tuned for {args.model}"] if args.model and not reasons else []
+    console().print("\n".join(lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,18 +17,15 @@ from ..support.atomic_files import replace_file
 if TYPE_CHECKING:
     from rich.console import Console
 
-PIPE_WIDTH = 150
-"""Columns of a table that does not go to a terminal."""
-TEXT_WIDTH = 14
-"""Columns of text fold in a narrow terminal, but not below this width."""
+PIPE_WIDTH = 150  # columns of a table that does not go to a terminal
+TEXT_WIDTH = 14  # columns of text fold in a narrow terminal, but not below this width
 
 
 def deliver(document: dict[str, Any], args: argparse.Namespace, show: Callable[[], None]) -> None:
     """Write the document to `args.output`, if given; then print it (--json) or call `show`."""
     text = to_json(document)
-    output: str | None = getattr(args, "output", None)
-    if output is not None:
-        replace_file(output, f"{text}\n".encode())
+    if getattr(args, "output", None) is not None:
+        replace_file(args.output, f"{text}\n".encode())
     if args.json:
         print(text, flush=True)
     else:
@@ -53,12 +51,11 @@ def show_table(screen: Console, table: Table) -> None:
     grid = RichTable(box=box.SIMPLE_HEAD)
     rows = table.cells()
     for i, column in enumerate(table.columns):
-        lines = [*column.heading.split("\n"), *(cells[i] for cells in rows)]
-        longest = max(map(len, lines))
-        if column.is_number:
-            grid.add_column(column.heading, justify="right", min_width=longest)
-        else:
+        longest = max(map(len, [*column.heading.split("\n"), *(cells[i] for cells in rows)]))
+        if column.form is str:
             grid.add_column(column.heading, min_width=min(longest, TEXT_WIDTH))
+        else:
+            grid.add_column(column.heading, justify="right", min_width=longest)
     for cells in rows:
         grid.add_row(*cells)
     # Texts fold to fit. Numbers are never cut: in a narrow terminal the lines wrap instead.
@@ -76,14 +73,13 @@ def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
 
     On a terminal it moves a bar on stderr; elsewhere it prints a line, if it is given a text.
     """
-    done = 0
     if not sys.stderr.isatty():
+        numbers = itertools.count(1)
 
         def print_line(text: str = "") -> None:
-            nonlocal done
-            done += 1
+            line = f"sparge: {next(numbers)} of {total}: {text}"
             if text:
-                print(f"sparge: {done} of {total}: {text}", file=sys.stderr, flush=True)
+                print(line, file=sys.stderr, flush=True)
 
         yield print_line
         return

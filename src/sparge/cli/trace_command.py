@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from ..tune import Trace, trace_model
 from ..tune.capture import BLOCKS
 from . import OK
-from .arguments import MODEL_HELP, TEXT_HELP, add_json, check_directory, whole
+from .arguments import DTYPES, add_json, add_model, add_text, check_directory, whole
 from .screen import console, deliver, progress
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LENGTH, INPUTS = 4096, 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", required=True, metavar="NAME|DIR", help=MODEL_HELP)
+    add_model(parser, required=True)
     add_calibration(parser)
-    add("-o", "--output", dest="directory", required=True, metavar="DIR", help="the trace")
+    parser.add_argument(
+        "-o", "--output", dest="directory", required=True, metavar="DIR", help="the trace"
+    )
     add_json(parser)
 
 
 def add_calibration(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = f"{TEXT_HELP}; may be repeated; default: essays"
-    add("--text", action="append", metavar="NAME|FILE", help=text)
-    add("--length", type=whole, default=LENGTH, metavar="N", help="tokens; default: %(default)s")
-    add("--inputs", type=whole, default=INPUTS, metavar="N", help="texts; default: %(default)s")
+    add_text(parser, "; may be repeated", action="append")
+    add("--length", type=whole, default=4096, metavar="N", help="tokens; default: %(default)s")
+    add("--inputs", type=whole, default=5, metavar="N", help="texts; default: %(default)s")
     add("--blocks", type=whole, default=BLOCKS, help="query blocks per text; default: %(default)s")
     add("--layers", action="append", metavar="NAME", help="layer names, with * and ?; default: all")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="dtype of the model")
@@ -42,8 +36,22 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_directory(args.directory)
     trace = make_trace(args, Path(args.directory))
-    document = describe(trace)
-    deliver(document, args, lambda: console().print(summary(document)))
+    document = {
+        "format": "sparge.traced/1",
+        "directory": str(trace.directory),
+        "model": trace.name,
+        "architecture": trace.model.architecture,
+        "layers": len(trace.layers),
+        "inputs": [each.about for each in trace.inputs],
+        "blocks": trace.blocks,
+        "bytes": trace.bytes,
+    }
+    summary = (
+        f"{trace.directory}: {len(trace.layers)} layers of {trace.name} on "
+        f"{len(trace.inputs)} inputs, {trace.bytes / 2**20:.0f} MiB\n"
+        f"tune it with: sparge tune --trace {trace.directory} --preset llama -o profile.json"
+    )
+    deliver(document, args, lambda: console().print(summary))
     return OK
 
 
@@ -62,30 +70,9 @@ def make_trace(args: argparse.Namespace, directory: Path) -> Trace:
             blocks=args.blocks,
             layers=args.layers,
             max_bytes=int(args.max_gb * 2**30),
-            dtype=None if args.store is None else DTYPES[args.store],
+            dtype=DTYPES.get(args.store),
             name=args.model,
             about=[window.about for window in windows],
             calibration={"texts": names, "length": args.length},
             done=lambda digest: step(f"traced input {digest[:12]}"),
         )
-
-
-def describe(trace: Trace) -> dict[str, Any]:
-    return {
-        "format": "sparge.traced/1",
-        "directory": str(trace.directory),
-        "model": trace.name,
-        "architecture": trace.model.architecture,
-        "layers": len(trace.layers),
-        "inputs": [each.about for each in trace.inputs],
-        "blocks": trace.blocks,
-        "bytes": trace.bytes,
-    }
-
-
-def summary(document: dict[str, Any]) -> str:
-    return (
-        f"{document['directory']}: {document['layers']} layers of {document['model']} on "
-        f"{len(document['inputs'])} inputs, {document['bytes'] / 2**20:.0f} MiB\n"
-        f"tune it with: sparge tune --trace {document['directory']} --preset llama -o profile.json"
-    )

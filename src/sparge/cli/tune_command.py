@@ -9,7 +9,6 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from ..profile import Profile
 from ..recipe import DEFAULT
@@ -17,7 +16,7 @@ from ..tune import PRESETS, Trace, bounds_of, tune
 from ..tune.presets import check_bounds
 from ..tune.trace_directory import MANIFEST
 from . import INTERRUPTED, OK
-from .arguments import MODEL_HELP, add_json, check_directory, check_file, read_recipe
+from .arguments import add_json, add_model, add_recipe, check_directory, check_file
 from .profile_command import layers_table
 from .screen import console, deliver, progress, show_table
 from .trace_command import add_calibration, make_trace
@@ -25,12 +24,13 @@ from .trace_command import add_calibration, make_trace
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="NAME|DIR", help=f"{MODEL_HELP}; not needed with a trace")
+    add_model(parser, "; not needed with a trace")
     add("--trace", metavar="DIR", help="made by sparge trace; with --model, where to keep it")
     add("--l1", type=float, metavar="ERROR", help="error bound of the first filter, such as 0.08")
     add("--l2", type=float, metavar="ERROR", help="of both filters; default: no second filter")
     add("--preset", choices=PRESETS, help="published bounds of a model family")
-    add("--recipe", metavar="JSON", help="precision, sink and local window; default: DEFAULT")
+    default = "precision, sink and local window; default: sparge.DEFAULT"
+    add_recipe(parser, default=DEFAULT, help=default)
     add("--state", metavar="FILE", help="finished layers, to resume; default: in the trace")
     add_calibration(parser)
     add("-o", "--output", dest="profile", required=True, metavar="FILE", help="the profile")
@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     if args.state is not None:
         check_file(args.state, "--state")
     l1, l2 = bounds_of_arguments(args)
-    recipe = DEFAULT if args.recipe is None else read_recipe(args.recipe)
     start = time.perf_counter()
     trace, temporary = open_or_make(args)
     with progress("tuning", len(trace.layers)) as step:
@@ -50,10 +49,9 @@ def run(args: argparse.Namespace) -> int:
         def done(layer: str, seconds: float | None) -> None:
             step(f"tuned {layer}: {'resumed' if seconds is None else f'{seconds:.1f} s'}")
 
-        profile = tune(trace, l1=l1, l2=l2, recipe=recipe, state=args.state, done=done)
+        profile = tune(trace, l1=l1, l2=l2, recipe=args.recipe, state=args.state, done=done)
     profile.save(args.profile)
-    document = describe(profile, args.profile, time.perf_counter() - start)
-    deliver(document, args, lambda: show(profile, document))
+    report(profile, args, time.perf_counter() - start)
     if profile.untuned:
         print(
             f"sparge: interrupted; {len(profile.untuned)} of {len(profile.layers)} layers have the "
@@ -91,10 +89,10 @@ def open_or_make(args: argparse.Namespace) -> tuple[Trace, bool]:
     return make_trace(args, directory), not kept
 
 
-def describe(profile: Profile, path: str, seconds: float) -> dict[str, Any]:
-    return {
+def report(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
+    document = {
         "format": "sparge.tuned/1",
-        "profile": path,
+        "profile": args.profile,
         "model": profile.name,
         "bounds": {"l1": profile.bounds[0], "l2": profile.bounds[1]},
         "layers": len(profile.layers),
@@ -104,13 +102,13 @@ def describe(profile: Profile, path: str, seconds: float) -> dict[str, Any]:
         "took_seconds": seconds,
     }
 
+    def show() -> None:
+        screen = console()
+        show_table(screen, layers_table(profile))
+        screen.print(
+            f"{args.profile}: density {profile.density:.3f}, "
+            f"{profile.calibration['evaluations_per_head']:g} evaluations of attention per head, "
+            f"{seconds:.0f} s"
+        )
 
-def show(profile: Profile, document: dict[str, Any]) -> None:
-    screen = console()
-    show_table(screen, layers_table(profile))
-    calibration = document["calibration"]
-    screen.print(
-        f"{document['profile']}: density {document['density']:.3f}, "
-        f"{calibration['evaluations_per_head']:g} evaluations of attention per head, "
-        f"{document['took_seconds']:.0f} s"
-    )
+    deliver(document, args, show)

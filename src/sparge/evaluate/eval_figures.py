@@ -6,11 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..report.figure import new_figure, to_png
 from ..support.atomic_files import replace_file
 
-WORST_LOSS = 2.0
-"""Losses above this have the same colour."""
+WORST_LOSS = 2.0  # losses above this have the same colour
 
 
 def draw(document: dict[str, Any], directory: Path) -> list[Path]:
@@ -33,26 +34,20 @@ def needle_figure(rows: list[dict[str, Any]]) -> Any:
     """Dense beside sparge: the loss as colour, and whether the answer was found."""
     lengths = sorted({row["length"] for row in rows})
     depths = sorted({row["depth"] for row in rows})
-    by_place = {(row["length"], row["depth"]): row for row in rows}
     figure = new_figure(3.5 + 2 * len(lengths), 2 + 0.6 * len(depths))
     panels = figure.subplots(1, 2, sharey=True, squeeze=False)[0]
     image = None
     for panel, variant in zip(panels, ("dense", "sparge"), strict=True):
-        grid = [
-            [by_place.get((n, d), {}).get(f"{variant}_loss", float("nan")) for n in lengths]
-            for d in depths
-        ]
-        image = panel.imshow(grid, cmap="RdYlGn_r", vmin=0, vmax=WORST_LOSS, aspect="auto")
-        for i, d in enumerate(depths):
-            for j, n in enumerate(lengths):
-                if row := by_place.get((n, d)):
-                    word = "found" if row[f"{variant}_found"] else "not found"
-                    text = f"{row[f'{variant}_loss']:.2f}\n{word}"
-                    panel.text(j, i, text, ha="center", va="center", fontsize=8)
+        grid = torch.full((len(depths), len(lengths)), torch.nan)
+        for row in rows:
+            i, j = depths.index(row["depth"]), lengths.index(row["length"])
+            grid[i, j] = row[f"{variant}_loss"]
+            text = f"{grid[i, j]:.2f}\n{'found' if row[f'{variant}_found'] else 'not found'}"
+            panel.text(j, i, text, ha="center", va="center", fontsize=8)
+        image = panel.imshow(grid.numpy(), cmap="RdYlGn_r", vmin=0, vmax=WORST_LOSS, aspect="auto")
         found = sum(row[f"{variant}_found"] for row in rows)
-        panel.set_title(f"{variant}: {found} of {len(rows)} found")
+        panel.set(title=f"{variant}: {found} of {len(rows)} found", xlabel="tokens")
         panel.set_xticks(range(len(lengths)), [str(n) for n in lengths])
-        panel.set_xlabel("tokens")
     panels[0].set_yticks(range(len(depths)), [f"{d} %" for d in depths])
     panels[0].set_ylabel("depth of the needle")
     figure.colorbar(image, ax=list(panels), label="loss of the answer, nats per token")
@@ -70,8 +65,7 @@ def errors_figure(rows: list[dict[str, Any]]) -> Any:
     ):
         image = panel.imshow(_grid(row[name]), cmap="viridis", vmin=0, vmax=most, aspect="auto")
         figure.colorbar(image, ax=panel, label=label)
-        panel.set_xlabel("head")
-        panel.set_title(label)
+        panel.set(xlabel="head", title=label)
     panels[0].set_ylabel("layer")
     figure.suptitle(f"{row['length']} tokens; blank: not measured, or not sparse")
     return figure
@@ -90,14 +84,12 @@ def perplexity_figure(rows: list[dict[str, Any]]) -> Any:
         ends = [bucket["stop"] for bucket in row["buckets"]]
         change = [100 * bucket["relative"] for bucket in row["buckets"]]
         bar = [100 * bucket["relative_error"] for bucket in row["buckets"]]
-        panel.errorbar(
-            ends, change, yerr=bar, marker="o", capsize=3, label=f"{row['length']} tokens"
-        )
+        label = f"{row['length']} tokens"
+        panel.errorbar(ends, change, yerr=bar, marker="o", capsize=3, label=label)
     panel.axhline(0, color="black", linewidth=0.8)
     panel.set_xscale("log", base=2)
     places = sorted({bucket["stop"] for row in rows for bucket in row["buckets"]})
     panel.set_xticks(places, [str(place) for place in places])
-    panel.set_xlabel("position, up to")
-    panel.set_ylabel("change of perplexity, %")
+    panel.set(xlabel="position, up to", ylabel="change of perplexity, %")
     panel.legend()
     return figure

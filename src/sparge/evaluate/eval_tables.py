@@ -7,6 +7,7 @@ from typing import Any
 
 from ..report.table import Column, Table, error, share, times
 
+FOUND = {True: "found", False: "not found"}
 PREFILL_COLUMNS = (
     Column("length", "tokens", "{}".format),
     Column("dense_seconds", "dense\ns", "{:.2f}".format),
@@ -38,8 +39,9 @@ NEEDLE_COLUMNS = (
     Column("depth", "depth", "{} %".format),
     Column("dense_loss", "dense\nloss", "{:.3f}".format),
     Column("sparge_loss", "sparge\nloss", "{:.3f}".format),
-    Column("dense_answer", "dense"),
-    Column("sparge_answer", "sparge"),
+    Column("dense_found", "dense", FOUND.__getitem__),
+    Column("sparge_found", "sparge", FOUND.__getitem__),
+    Column("lost", "lost", {True: "LOST", False: ""}.__getitem__),
     Column("density", "density", share),
 )
 ERROR_COLUMNS = (
@@ -67,16 +69,16 @@ def eval_tables(document: dict[str, Any]) -> Iterator[Table]:
     if rows := document["prefill"]:
         yield Table("Prefill", PREFILL_COLUMNS, rows, _prefill_notes(rows))
     if rows := document["perplexity"]:
-        notes = (
+        note = (
             "change: of perplexity against dense; +-: its standard error over tokens. KL: of "
-            "dense from sparge; p99: of the worst window.",
+            "dense from sparge; p99: of the worst window."
         )
-        yield Table("Perplexity by position", PERPLEXITY_COLUMNS, _perplexity_lines(rows), notes)
+        yield Table("Perplexity by position", PERPLEXITY_COLUMNS, _perplexity_lines(rows), [note])
     if rows := document["needle"]:
-        yield _needle_table(rows)
+        yield Table("Needle in a haystack", NEEDLE_COLUMNS, rows, _needle_notes(rows))
     if rows := document["errors"]:
-        notes = ("relative L1 against exact attention, on sampled rows of each head.",)
-        yield Table("Error of attention", ERROR_COLUMNS, rows, [*notes, *_fallbacks(rows)])
+        note = "relative L1 against exact attention, on sampled rows of each head."
+        yield Table("Error of attention", ERROR_COLUMNS, rows, [note, *_fallbacks(rows)])
     if rows := document["tasks"]:
         yield Table("lm-eval tasks", TASK_COLUMNS, rows)
 
@@ -111,22 +113,11 @@ def _perplexity_lines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def _needle_table(rows: list[dict[str, Any]]) -> Table:
-    word = {True: "found", False: "not found"}
-    lines = [
-        {
-            **row,
-            "dense_answer": word[row["dense_found"]],
-            "sparge_answer": word[row["sparge_found"]] + (" LOST" if row["lost"] else ""),
-        }
-        for row in rows
-    ]
-    dense, sparge, lost = (
-        sum(row[k] for row in rows) for k in ("dense_found", "sparge_found", "lost")
-    )
-    notes = (
+def _needle_notes(rows: list[dict[str, Any]]) -> list[str]:
+    names = ("dense_found", "sparge_found", "lost")
+    dense, sparge, lost = (sum(row[name] for row in rows) for name in names)
+    return [
         f"Of {len(rows)} answers, dense finds {dense} and sparge {sparge}; sparge loses {lost} "
         "that dense finds. loss: mean over the answer's tokens.",
         "found: greedy decoding writes the answer.",
-    )
-    return Table("Needle in a haystack", NEEDLE_COLUMNS, lines, notes)
+    ]

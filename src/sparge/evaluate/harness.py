@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import io
 import json
 import logging
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..errors import Unsupported
+import torch
+
 from ..support.atomic_files import replace_file
 
 TASK_FILES = Path(__file__).parent / "tasks"
 NEEDLE_TASK, LONGTEXT_TASK = "sparge_needle", "sparge_longtext"
 OWN_TASKS = (NEEDLE_TASK, LONGTEXT_TASK)
-SEED = 1234
-"""Of few-shot examples, as in lm-eval's command line."""
-ANSWER_ROWS = 64
-"""Last rows of logits that a short answer needs; other rows are not computed."""
+SEED = 1234  # of few-shot examples, as in lm-eval's command line
+ANSWER_ROWS = 64  # last rows of logits that a short answer needs; other rows are not computed
 
 
-def require_lm_eval(what: str) -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise Unsupported(
-            f"{what} needs EleutherAI's lm-eval, which is not installed",
-            {},
-            'install it with: pip install "sparge[eval]"',
-        )
+@contextmanager
+def no_output() -> Iterator[None]:
+    """Suppress lm-eval's progress bars and advice, which would break our bar; errors still show."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def check_tasks(names: Sequence[str], *, length: int, tokenizer_path: str) -> None:
     """Raise ValueError for a name that lm-eval does not know."""
-    require_lm_eval("the measure tasks")
     if set(names) <= set(OWN_TASKS):
         return
     known = {*task_manager(length, tokenizer_path).all_tasks, *OWN_TASKS}
@@ -54,51 +57,42 @@ def check_tasks(names: Sequence[str], *, length: int, tokenizer_path: str) -> No
 
 
 @cache
+@no_output()
 def task_manager(length: int, tokenizer_path: str) -> Any:
     """The index of all lm-eval tasks, which takes many seconds to build.
 
     RULER's tasks generate their documents, of this length and with this tokenizer.
     """
     metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer_path}
-    with no_output():
-        return import_module("lm_eval.tasks").TaskManager(metadata=metadata)
+    return import_module("lm_eval.tasks").TaskManager(metadata=metadata)
 
 
-def write_task(name: str, documents: Sequence[Mapping[str, Any]], directory: Path) -> Path:
+def write_task(name: str, documents: Sequence[Mapping[str, Any]], directory: Path) -> None:
     """Write the task and its documents as files; lm-eval's command line can run them too."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = directory / f"{name}.jsonl"
-    lines = "".join(f"{json.dumps(dict(document))}\n" for document in documents)
+    data = (directory / f"{name}.jsonl").resolve()
+    lines = "".join(f"{json.dumps(document)}\n" for document in documents)
     replace_file(data, lines.encode())
     text = (TASK_FILES / f"{name}.yaml").read_text(encoding="utf-8")
     # Any JSON string is a valid YAML string.
-    text = text.replace("DATA_FILE", json.dumps(str(data.resolve())))
-    text = text.replace("CACHE_DIRECTORY", json.dumps(str((directory / "cache").resolve())))
+    text = text.replace("DATA_FILE", json.dumps(str(data)))
+    text = text.replace("CACHE_DIRECTORY", json.dumps(str(data.parent / "cache")))
     replace_file(directory / f"{name}.yaml", text.encode())
-    return directory / f"{name}.yaml"
 
 
+@no_output()
 def load_task(name: str, directory: Path) -> Any:
     """Load a task that `write_task` wrote."""
-    with no_output():
-        manager = import_module("lm_eval.tasks").TaskManager(
-            include_path=str(directory), include_defaults=False
-        )
-        return manager.load([name])
+    options = {"include_path": str(directory), "include_defaults": False}
+    return import_module("lm_eval.tasks").TaskManager(**options).load([name])
 
 
 def answer_of(loaded: Any, name: str, i: int, lm: Any) -> tuple[float, bool, int]:
     """Document i: mean loss of the answer's tokens, whether greedy writes it, number of tokens."""
     has_template = lm.tokenizer.chat_template is not None
-    with no_output():
-        found = import_module("lm_eval.evaluator").evaluate(
-            lm=lm,
-            task_dict=loaded,
-            samples={name: [i]},
-            bootstrap_iters=0,
-            log_samples=True,
-            apply_chat_template=has_template,
-        )
+    found = _evaluate(
+        lm, loaded, samples={name: [i]}, log_samples=True, apply_chat_template=has_template
+    )
     (sample,) = found["samples"][name]
     likelihood, is_greedy = sample["filtered_resps"][0]
     context, answer = sample["arguments"][0]
@@ -108,13 +102,13 @@ def answer_of(loaded: Any, name: str, i: int, lm: Any) -> tuple[float, bool, int
 
 # Documents can take minutes to generate: dense and sparge share them.
 @lru_cache(maxsize=1)
+@no_output()
 def _loaded(name: str, length: int, tokenizer_path: str) -> Any:
     manager = task_manager(length, tokenizer_path)
     # Seeded as in lm-eval's command line, so a resumed run generates the same documents.
     random.seed(0)
     import_module("numpy").random.seed(SEED)
-    with no_output():
-        return manager.load([name])
+    return manager.load([name])
 
 
 def scores_of(
@@ -138,10 +132,7 @@ def scores_of(
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEED)
-    with no_output():
-        found = import_module("lm_eval.evaluator").evaluate(
-            lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=False
-        )
+    found = _evaluate(lm, loaded, limit=limit, log_samples=False)
     scores = {}
     for task, metrics in found["results"].items():
         for metric, value in metrics.items():
@@ -153,54 +144,25 @@ def scores_of(
     return {metric: value for metric, value in scores.items() if math.isfinite(value)}
 
 
+@no_output()
+def _evaluate(lm: Any, loaded: Any, **options: Any) -> Any:
+    evaluate = import_module("lm_eval.evaluator").evaluate
+    return evaluate(lm=lm, task_dict=loaded, bootstrap_iters=0, **options)
+
+
+@no_output()
 def wrap(model: Any, tokenizer: Any, *, max_length: int, answers_only: bool = False) -> Any:
     """The model for lm-eval; `answers_only` computes the logits of the last rows only."""
-    with no_output():
-        return _wrapper()(
-            model, tokenizer, max_length=max_length, rows=ANSWER_ROWS if answers_only else None
-        )
+    # bf16 would round the loss to three digits.
+    options = {"batch_size": 1, "max_length": max_length, "softmax_dtype": "float32"}
+    make = import_module("lm_eval.models.huggingface").HFLM
+    lm = make(pretrained=model, tokenizer=tokenizer, **options)
+    if answers_only:
+        lm._model_call = partial(_last_logits, model)
+    return lm
 
 
-@cache
-def _wrapper() -> Any:
-    base: Any = import_module("lm_eval.models.huggingface").HFLM
-
-    class Wrapped(base):  # type: ignore[misc]
-        def __init__(
-            self, model: Any, tokenizer: Any, *, max_length: int, rows: int | None
-        ) -> None:
-            super().__init__(
-                pretrained=model,
-                tokenizer=tokenizer,
-                batch_size=1,
-                max_length=max_length,
-                # bf16 would round the loss to three digits.
-                softmax_dtype="float32",
-            )
-            self.rows = rows
-
-        def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
-            if self.rows is None:
-                return super()._model_call(inps, attn_mask, labels)
-            import torch
-
-            # lm-eval counts answer tokens from the end, so the last rows are enough.
-            with torch.inference_mode():
-                return self.model(inps, logits_to_keep=self.rows, use_cache=False).logits
-
-    return Wrapped
-
-
-@contextlib.contextmanager
-def no_output() -> Iterator[None]:
-    """Suppress lm-eval's progress bars and advice, which would break our bar; errors still show."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+@torch.inference_mode()
+def _last_logits(model: Any, ids: Any, *_: Any) -> Any:
+    """lm-eval counts answer tokens from the end, so the last rows are enough."""
+    return model(ids, logits_to_keep=ANSWER_ROWS, use_cache=False).logits

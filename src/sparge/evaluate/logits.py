@@ -13,33 +13,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 256
-"""Rows of logits in memory at once."""
-PROBE = 8
-"""Tokens used to test whether the output layer alone makes the logits."""
+ROWS = 256  # rows of logits in memory at once
+PROBE = 8  # tokens used to test whether the output layer alone makes the logits
 
 
 class Outputs:
-    """The logits of one sequence, [rows, words] for any range of rows."""
+    """The logits of one sequence, [rows, words] for any range of rows; cache: its keys and values.
 
-    def __init__(self, kept: Tensor, head: Any | None) -> None:
-        self._kept, self._head = kept, head
+    kept: hidden states if there is a `head` that makes logits of them, else logits.
+    """
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    def __init__(self, kept: Tensor, head: Any | None, cache: Any = None) -> None:
+        self.kept, self.head, self.cache = kept, head, cache
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        part = self._kept[start:stop]
-        return part if self._head is None else self._head(part)
+    def rows(self, start: int, stop: int | None = None) -> Tensor:
+        part = self.kept[start:stop]
+        return part if self.head is None else self.head(part)
 
 
 @torch.inference_mode()
-def outputs_of(model: Any, ids: Tensor, *, split: bool) -> Outputs:
+def outputs_of(model: Any, ids: Tensor, *, split: bool, use_cache: bool = False) -> Outputs:
     """Outputs of a sequence [1, L]: hidden states if `split`, else logits."""
     if not split:
-        return Outputs(model(ids, use_cache=False).logits[0], None)
-    hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]
-    return Outputs(hidden, model.get_output_embeddings())
+        done = model(ids, use_cache=use_cache)
+        return Outputs(done.logits[0], None, done.past_key_values)
+    done = model.base_model(ids, use_cache=use_cache)
+    hidden = done.last_hidden_state[0]
+    return Outputs(hidden, model.get_output_embeddings(), done.past_key_values)
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The directory of a transformers model: where it is, and what it holds; no weights are loaded."""
+"""What the directory of a transformers model holds; no weights are loaded."""
 
 from __future__ import annotations
 
@@ -11,23 +11,6 @@ from .settings import digest_of
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 ENDS = 1 << 20
 """Bytes at both ends of a weight file that go into its digest; a whole file takes minutes."""
-
-
-def directory_of(name: str) -> Path:
-    """The directory of a transformers model: a path as it is, a name fetched from the zoo."""
-    path = Path(name)
-    if (path / "config.json").is_file():
-        return path
-    from .. import zoo
-
-    known = zoo.models()
-    if name in known:
-        return Path(zoo.fetch(name))
-    why = "has no config.json" if path.is_dir() else "is no directory"
-    raise ValueError(
-        f"--model must be a directory that transformers can load, or one of {', '.join(known)}; "
-        f"{name!r} {why}"
-    )
 
 
 def tokenizer_of(directory: Path) -> Any:

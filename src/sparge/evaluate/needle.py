@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,12 +15,11 @@ CITIES = (
     "Tunis", "Seoul", "Bogota", "Zagreb", "Manila", "Havana", "Accra", "Dublin", "Cairo", "Kyoto",
 )
 # fmt: on
-FACT = "The special magic number for {city} is: {number}."
 QUESTION = "What is the special magic number for {city}?"
 PREFIX = "The special magic number for {city} is:"
+FACT = f"{PREFIX} {{number}}."
 SENTENCE_END = re.compile(r"[.!?][\"')]?\s+")
-SHORTEST_TEXT = 16
-"""Fewest tokens of text besides the question and the chat template."""
+SHORTEST_TEXT = 16  # fewest tokens of text besides the question and the chat template
 
 
 @dataclass(frozen=True)
@@ -36,23 +34,21 @@ class Needle:
     depth: int
     tokens: int
 
+    @property
+    def fact(self) -> str:
+        return f"{self.prefix} {self.answer}."
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-Count = Callable[[str, str, str, str], int]
-"""Number of tokens of (context, question, prefix, answer) as the model reads them."""
-
-
-def make_needle(
-    text: Text, tokenizer: Any, *, length: int, depth: int, seed: int, count: Count
-) -> Needle:
+def make_needle(text: Text, tokenizer: Any, *, length: int, depth: int, seed: int) -> Needle:
     """The longest document of at most `length` tokens; deterministic for a seed."""
     rng = random.Random(f"sparge needle {seed} {length} {depth}")
     city, number = rng.choice(CITIES), str(rng.randrange(1_000_000, 10_000_000))
     fact = FACT.format(city=city, number=number)
     question, prefix = QUESTION.format(city=city), PREFIX.format(city=city)
-    around = count(fact, question, prefix, number)
+    around = count_tokens(tokenizer, fact, question, prefix, number)
     own = length - around
     if own < SHORTEST_TEXT:
         raise ValueError(
@@ -64,7 +60,7 @@ def make_needle(
     while True:
         haystack = tokenizer.decode(text.tokens[start : start + own])
         context = hide(fact, haystack, depth)
-        tokens = count(context, question, prefix, number)
+        tokens = count_tokens(tokenizer, context, question, prefix, number)
         if tokens <= length:
             return Needle(context, question, prefix, number, length, depth, tokens)
         # Text cut at another place can have a few more tokens.
@@ -80,17 +76,18 @@ def hide(fact: str, haystack: str, depth: int) -> str:
     return " ".join(part for part in (before, fact, after) if part)
 
 
-def counter(tokenizer: Any) -> Count:
-    """Count as lm-eval writes the prompt: in the chat template if the tokenizer has one."""
+def prompt_of(tokenizer: Any, context: str, question: str, prefix: str) -> str:
+    """The text that asks for the answer, in the chat template if the tokenizer has one."""
+    asked = f"{context}\n\n{question}"
+    if tokenizer.chat_template is None:
+        return f"{asked} {prefix}"
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": prefix}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True))
 
-    def count(context: str, question: str, prefix: str, answer: str) -> int:
-        asked = f"{context}\n\n{question}"
-        if tokenizer.chat_template is None:
-            return len(tokenizer.encode(f"{asked} {prefix} {answer}"))
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": prefix}]
-        prompt = tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
-        # As in lm-eval: no second BOS if the template writes one.
-        bare = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return len(tokenizer.encode(f"{prompt} {answer}", add_special_tokens=not bare))
 
-    return count
+def count_tokens(tokenizer: Any, context: str, question: str, prefix: str, answer: str) -> int:
+    """Of prompt and answer as lm-eval counts: no second BOS if the chat template writes one."""
+    prompt = prompt_of(tokenizer, context, question, prefix)
+    has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+    special = tokenizer.chat_template is None or not has_bos
+    return len(tokenizer.encode(f"{prompt} {answer}", add_special_tokens=special))

@@ -2,112 +2,90 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..integrations import accelerate
 from ..support.turns import no_garbage_collection, take_turns
-from .settings import DENSE_VARIANT, SHORT, SPARGE_VARIANT
-from .tested_model import TestedModel, total_runs
+from .settings import DENSE_VARIANT, SHORT, SPARGE_VARIANT, Cell
+from .tested_model import CLOCKED, TestedModel, total_runs
 
-CLOCKED = "clocked"
-"""Dense attention through sparge's hook, which measures the time spent in attention."""
-FEWEST_ROUNDS, MOST_ROUNDS, SHORT_ROUNDS = 3, 25, 15
-"""SHORT_ROUNDS: at least, at the shortest length, where a few per cent matter."""
+WAYS = (DENSE_VARIANT, SPARGE_VARIANT, CLOCKED)
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
+SHORT_ROUNDS = 15  # at least, at the shortest length, where a few per cent matter
 SECONDS, WARM_UP = 5.0, 6.0
 """Time budget of a length; a first round shorter than WARM_UP is discarded."""
 
 
-@dataclass
-class Way:
-    """One way to run the model. attention: seconds in attention, one per turn, warm-up included."""
+def measure_prefill(tested: TestedModel, cell: Cell) -> dict[str, Any]:
+    """The seconds of every turn, for each way."""
+    ids = tested.window(cell.length)
+    reports: dict[str, list[Any]] = {name: [] for name in WAYS}
 
-    tested: TestedModel
-    name: str
-    ids: Tensor
-    attention: list[float] = field(default_factory=list)
-    report: Any = None
-
-    def take_turn(self) -> float:
-        model = self.tested.model
-        clocked = self.name == CLOCKED
-        with (
-            accelerate(model, backend="dense")
-            if clocked
-            else self.tested.variant(self.name) as handle
-        ):
-            seconds = first_token(model, self.ids)
+    def take_turn(name: str) -> float:
+        with tested.variant(name) as handle:
+            seconds = first_token(tested.model, ids)
             if handle is not None:
-                self.report = handle.report()
-                self.attention.append(self.report.seconds)
+                reports[name].append(handle.report())
         return seconds
 
-
-def measure_prefill(tested: TestedModel, length: int) -> dict[str, Any]:
-    """The seconds of every turn, for each way."""
-    ids = tested.window(length)
-    ways = [Way(tested, name, ids) for name in (DENSE_VARIANT, SPARGE_VARIANT, CLOCKED)]
     with no_garbage_collection(), torch.inference_mode():
         times = take_turns(
-            [way.take_turn for way in ways],
+            [partial(take_turn, name) for name in WAYS],
             rounds=tested.settings.repeat,
             seconds=SECONDS,
-            fewest=SHORT_ROUNDS if length <= SHORT else FEWEST_ROUNDS,
+            fewest=SHORT_ROUNDS if cell.length <= SHORT else FEWEST_ROUNDS,
             most=MOST_ROUNDS,
             warm_up=WARM_UP,
         )
-    rounds, report = len(times[0]), ways[1].report
+    rounds, report = len(times[0]), reports[SPARGE_VARIANT][-1]
     return {
         "rounds": rounds,
         "density": report.density,
         "ran": total_runs(report),
         "fallbacks": report.fallbacks,
-        **{f"{way.name}_seconds": own for way, own in zip(ways, times, strict=True)},
-        **{f"{way.name}_attention_seconds": way.attention[-rounds:] for way in ways[1:]},
+        **{f"{name}_seconds": own for name, own in zip(WAYS, times, strict=True)},
+        **{
+            f"{name}_attention_seconds": [each.seconds for each in reports[name][-rounds:]]
+            for name in (SPARGE_VARIANT, CLOCKED)
+        },
     }
 
 
 def first_token(model: Any, ids: Tensor) -> float:
-    """Seconds of a prefill that fills the cache and computes the logits of the last row."""
-    _wait(ids.device)
+    """Seconds of a prefill that fills the cache and finds the next token."""
     start = time.perf_counter()
-    model(ids, use_cache=True, logits_to_keep=1)
-    _wait(ids.device)
+    int(model(ids, use_cache=True, logits_to_keep=1).logits.argmax())  # waits for the device
     return time.perf_counter() - start
 
 
 def prefill_row(length: int, cell: Mapping[str, Any]) -> dict[str, Any]:
     """Medians, ratios within a round, and the largest speed-up that attention's share allows."""
     dense, sparge = cell["dense_seconds"], cell["sparge_seconds"]
-    clocked, inside = cell["clocked_seconds"], cell["clocked_attention_seconds"]
-    ours = cell["sparge_attention_seconds"]
-    share = statistics.median(a / s for a, s in zip(inside, clocked, strict=True))
-    ratios = [d / s for d, s in zip(dense, sparge, strict=True)]
-    attention = statistics.median(d / s for d, s in zip(inside, ours, strict=True))
+    inside, ours = cell["clocked_attention_seconds"], cell["sparge_attention_seconds"]
+    ratios = ratios_of(dense, sparge)
+    share = median(ratios_of(inside, cell["clocked_seconds"]))
     return {
         "length": length,
         "rounds": cell["rounds"],
-        "dense_seconds": statistics.median(dense),
-        "sparge_seconds": statistics.median(sparge),
-        "prefill_speedup": statistics.median(ratios),
+        "dense_seconds": median(dense),
+        "sparge_seconds": median(sparge),
+        "prefill_speedup": median(ratios),
         "spread": (max(ratios) - min(ratios)) / 2,
-        "dense_attention_seconds": statistics.median(inside),
-        "sparge_attention_seconds": statistics.median(ours),
-        "attention_speedup": attention,
+        "dense_attention_seconds": median(inside),
+        "sparge_attention_seconds": median(ours),
+        "attention_speedup": median(ratios_of(inside, ours)),
         "attention_share": share,
         "limit": 1 / (1 - share) if share < 1 else None,
-        "density": cell["density"],
-        "ran": cell["ran"],
-        "fallbacks": cell["fallbacks"],
+        **{name: cell[name] for name in ("density", "ran", "fallbacks")},
     }
 
 
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def ratios_of(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Within each round: whatever slowed the machine slowed both."""
+    return [a / b for a, b in zip(one, other, strict=True)]

@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .logits import Comparison, compare, outputs_of
-from .settings import DENSE_VARIANT, SPARGE_VARIANT
+from .settings import DENSE_VARIANT, SPARGE_VARIANT, Cell
 from .tested_model import TestedModel
 
 FIRST_EDGE = 128
+SUMMED = (DENSE_VARIANT, SPARGE_VARIANT, "extra_squared", "kl", "agree")
 
 
-def measure_perplexity(tested: TestedModel, length: int, window: int) -> dict[str, Any]:
+def measure_perplexity(tested: TestedModel, cell: Cell) -> dict[str, Any]:
     """One window of the text through both variants, summed by position."""
-    ids, split = tested.window(length, window), tested.split
+    ids, split = tested.window(cell.length, cell.window or 0), tested.split
     dense = outputs_of(tested.model, ids, split=split)
     with tested.variant(SPARGE_VARIANT) as handle:
         sparge = outputs_of(tested.model, ids, split=split)
@@ -28,14 +28,15 @@ def measure_perplexity(tested: TestedModel, length: int, window: int) -> dict[st
 
 def sums_of(found: Comparison) -> dict[str, Any]:
     """Sums over buckets of positions, which can be added over windows; percentiles cannot."""
-    n = len(found.kl)
-    return {
-        "kl_p99": float(found.kl.quantile(0.99)),
-        "kl_max": float(found.kl.max()),
-        "buckets": [
-            _bucket(found, start, stop) for start, stop in edges_of(n + 1) if stop > max(start, 1)
-        ],
-    }
+    each = {**vars(found), "extra_squared": (found.sparge - found.dense) ** 2}
+    buckets = []
+    for start, stop in edges_of(len(found.kl) + 1):
+        # Token t is predicted by row t - 1; the first token is not predicted.
+        part = slice(max(start, 1) - 1, stop - 1)
+        sums = {name: float(each[name][part].sum()) for name in SUMMED}
+        buckets.append({"start": start, "stop": stop, "tokens": part.stop - part.start, **sums})
+    kl = found.kl
+    return {"kl_p99": float(kl.quantile(0.99)), "kl_max": float(kl.max()), "buckets": buckets}
 
 
 def edges_of(length: int) -> list[tuple[int, int]]:
@@ -45,23 +46,6 @@ def edges_of(length: int) -> list[tuple[int, int]]:
         edges.append((stop, min(2 * stop, length)))
         stop *= 2
     return edges
-
-
-def _bucket(found: Comparison, start: int, stop: int) -> dict[str, Any]:
-    # Token t is predicted by row t - 1; the first token is not predicted.
-    part = slice(max(start, 1) - 1, stop - 1)
-    dense, sparge = found.dense[part], found.sparge[part]
-    extra = sparge - dense
-    return {
-        "start": start,
-        "stop": stop,
-        "tokens": len(dense),
-        DENSE_VARIANT: float(dense.sum()),
-        SPARGE_VARIANT: float(sparge.sum()),
-        "extra_squared": float((extra * extra).sum()),
-        "kl": float(found.kl[part].sum()),
-        "agree": float(found.agree[part].sum()),
-    }
 
 
 def perplexity_row(length: int, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -87,10 +71,7 @@ def perplexity_row(length: int, cells: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _summary(buckets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    total = {
-        name: sum(bucket[name] for bucket in buckets)
-        for name in ("tokens", DENSE_VARIANT, SPARGE_VARIANT, "extra_squared", "kl", "agree")
-    }
+    total = {name: sum(bucket[name] for bucket in buckets) for name in ("tokens", *SUMMED)}
     n = total["tokens"]
     extra = (total[SPARGE_VARIANT] - total[DENSE_VARIANT]) / n
     variance = max(0.0, total["extra_squared"] / n - extra * extra)
@@ -107,11 +88,10 @@ def _summary(buckets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def measure_errors(tested: TestedModel, length: int) -> dict[str, Any]:
+def measure_errors(tested: TestedModel, cell: Cell) -> dict[str, Any]:
     """Relative L1 against exact attention, and density, for each layer and head."""
-    ids = tested.window(length)
     with tested.variant(SPARGE_VARIANT, measure_error=True) as handle:
-        tested.model(ids, use_cache=False, logits_to_keep=1)
+        tested.model(tested.window(cell.length), use_cache=False, logits_to_keep=1)
         report = handle.report()
     return {
         "layers": [layer.name for layer in report.layers],
@@ -124,28 +104,28 @@ def measure_errors(tested: TestedModel, length: int) -> dict[str, Any]:
 
 def errors_row(length: int, cell: Mapping[str, Any]) -> dict[str, Any]:
     """Statistics over heads and over layers; None where no layer was measured."""
+    by_name = {
+        name: sum(errors) / len(errors)
+        for name, errors in zip(cell["layers"], cell["error"], strict=True)
+        if errors
+    }
     heads = torch.tensor([e for layer in cell["error"] for e in layer or []], dtype=torch.float64)
-    layers = [sum(layer) / len(layer) for layer in cell["error"] if layer]
-    worst = max(range(len(layers)), key=layers.__getitem__) if layers else None
+    layers = list(by_name.values())
     return {
         "length": length,
         "layers": len(layers),
         "heads": len(heads),
         "mean": sum(layers) / len(layers) if layers else None,
-        "median": _quantile(heads, 0.5),
-        "p95": _quantile(heads, 0.95),
-        "worst_layer": None if worst is None else cell["layers"][worst],
-        "worst_layer_mean": None if worst is None else layers[worst],
+        "median": float(heads.quantile(0.5)) if layers else None,
+        "p95": float(heads.quantile(0.95)) if layers else None,
+        "worst_layer": max(by_name, key=by_name.__getitem__, default=None),
+        "worst_layer_mean": max(layers, default=None),
         "layer_names": cell["layers"],
         "layer_means": layers,
         "error_by_head": cell["error"],
         "density_by_head": cell["density"],
         "fallbacks": cell["fallbacks"],
     }
-
-
-def _quantile(numbers: Tensor, q: float) -> float | None:
-    return float(numbers.quantile(q)) if len(numbers) else None
 
 
 def _plain(values: Any) -> list[float] | None:

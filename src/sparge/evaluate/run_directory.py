@@ -14,8 +14,8 @@ from ..support.atomic_files import replace_file
 
 FORMAT = "sparge.eval.run/1"
 KEY_FILE, CELL_FILE, DOCUMENT_FILE = "run.json", "cells.jsonl", "eval.json"
-MADE = (KEY_FILE, CELL_FILE, DOCUMENT_FILE, "needle.png", "errors.png", "perplexity.png")
-"""The files that --fresh removes."""
+REPLACED = (KEY_FILE, DOCUMENT_FILE, "needle.png", "errors.png", "perplexity.png")
+"""The files that --fresh removes; cells are truncated."""
 
 
 class RunDirectory:
@@ -27,16 +27,15 @@ class RunDirectory:
     def keep(self, key: str, result: Mapping[str, Any], *, took: float) -> None:
         """Write a result; it is on disk when this returns."""
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        entry = {"cell": key, "date": date, "took": took, "result": dict(result)}
-        line = json.dumps(json.loads(to_json(entry)))
+        entry = {"cell": key, "date": date, "took": took, "result": result}
+        line = to_json(entry, indent=None)
         self._file.write(f"{line}\n".encode())
         self._file.flush()
         os.fsync(self._file.fileno())
         self.cells[key] = json.loads(line)
 
     def result(self, key: str) -> dict[str, Any] | None:
-        entry = self.cells.get(key)
-        return None if entry is None else entry["result"]
+        return self.cells[key]["result"] if key in self.cells else None
 
     def close(self) -> None:
         self._file.close()
@@ -47,8 +46,6 @@ def open_run(path: Path, key: Mapping[str, Any], *, fresh: bool = False) -> RunD
 
     key: what the results depend on. A directory with another key is refused.
     """
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"--output must name a directory, and {str(path)!r} is a file")
     path.mkdir(parents=True, exist_ok=True)
     there = sorted(entry.name for entry in path.iterdir())
     if there and KEY_FILE not in there:
@@ -56,39 +53,33 @@ def open_run(path: Path, key: Mapping[str, Any], *, fresh: bool = False) -> RunD
             f"{str(path)!r} holds {there[0]!r} and no {KEY_FILE}: it is not a run directory; name "
             "an empty one or one that does not exist"
         )
-    plain = json.loads(json.dumps(dict(key)))
+    document = to_json({"format": FORMAT, "key": key})
     if KEY_FILE in there and not fresh:
-        _refuse_another(path, _read_key(path), plain)
+        _refuse_another(path, json.loads(document)["key"])
     file = _lock(path)
     try:
         if fresh:
-            for name in MADE:
-                if name != CELL_FILE:
-                    (path / name).unlink(missing_ok=True)
+            for name in REPLACED:
+                (path / name).unlink(missing_ok=True)
             file.truncate(0)
         cells = _read_cells(path, file)
-        replace_file(path / KEY_FILE, f"{to_json({'format': FORMAT, 'key': plain})}\n".encode())
+        replace_file(path / KEY_FILE, f"{document}\n".encode())
     except BaseException:
         file.close()
         raise
     return RunDirectory(path, cells, file)
 
 
-def _read_key(path: Path) -> dict[str, Any]:
-    way_out = "; --fresh discards it"
+def _refuse_another(path: Path, asked: Mapping[str, Any]) -> None:
+    """Raise ValueError if the directory holds a run with another key."""
+    file, way_out = str(path / KEY_FILE), "; --fresh discards it"
     try:
-        data = json.loads((path / KEY_FILE).read_text(encoding="utf-8"))
-        found, key = data["format"], data["key"]
+        data = json.loads(Path(file).read_text(encoding="utf-8"))
+        found, there = data["format"], dict(data["key"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(path / KEY_FILE)!r} is damaged: {error!r}{way_out}") from None
-    if found != FORMAT or not isinstance(key, dict):
-        raise ValueError(
-            f"{str(path / KEY_FILE)!r} has the format {found!r}, needed is {FORMAT!r}{way_out}"
-        )
-    return key
-
-
-def _refuse_another(path: Path, there: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+        raise ValueError(f"{file!r} is damaged: {error!r}{way_out}") from None
+    if found != FORMAT:
+        raise ValueError(f"{file!r} has the format {found!r}, needed is {FORMAT!r}{way_out}")
     differing = [
         f"{name} was {there.get(name)!r}, is {asked.get(name)!r}"
         for name in sorted({*there, *asked})
@@ -106,10 +97,10 @@ def _lock(path: Path) -> BinaryIO:
     file = open(path / CELL_FILE, "a+b")  # noqa: SIM115 - open as long as the run
     try:
         import fcntl
-    except ImportError:
-        return file
-    try:
+
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass
     except OSError:
         file.close()
         raise ValueError(
@@ -120,18 +111,15 @@ def _lock(path: Path) -> BinaryIO:
 
 def _read_cells(path: Path, file: BinaryIO) -> dict[str, Any]:
     file.seek(0)
-    data = file.read()
-    # A last line without an end was cut by a crash: that cell is not finished.
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        file.truncate(whole)
+    lines = file.read().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):  # cut by a crash: that cell is not finished
+        lines.pop()
+        file.truncate(sum(map(len, lines)))
     cells = {}
-    for number, line in enumerate(data[:whole].splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            if not isinstance(entry["result"], dict):
-                raise TypeError("its result is not an object")
-            cells[str(entry["cell"])] = entry
+            cells[str(entry["cell"])] = {**entry, "result": dict(entry["result"])}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{str(path / CELL_FILE)!r} is damaged in line {number}: {error!r}; remove that "

@@ -16,12 +16,8 @@ DENSE_VARIANT, SPARGE_VARIANT = "dense", "sparge"
 VARIANTS = (DENSE_VARIANT, SPARGE_VARIANT)
 PREFILL, PERPLEXITY, NEEDLE, ERRORS, TASKS = "prefill", "perplexity", "needle", "errors", "tasks"
 MEASURES = (PREFILL, PERPLEXITY, NEEDLE, ERRORS, TASKS)
-WITH_HARNESS = (NEEDLE, TASKS)
-"""Measures that run through lm-eval."""
 SHORT = 512
 """Tokens of a prefill so short that dense attention is faster; sparge must not slow it down."""
-DEFAULT_LENGTHS = (2048, 4096, 8192)
-DEFAULT_MEASURES = (PREFILL, PERPLEXITY, NEEDLE, ERRORS)
 
 
 @dataclass(frozen=True)
@@ -30,25 +26,17 @@ class Cell:
 
     measure: str
     length: int
-    variant: str = ""
     depth: int | None = None
     window: int | None = None
     task: str = ""
+    variant: str = ""
 
     @property
     def key(self) -> str:
         """The name of the cell in the run directory."""
-        parts = {
-            "depth": self.depth,
-            "window": self.window,
-            "task": self.task or None,
-            "variant": self.variant or None,
-        }
-        named = [f"{name}={value}" for name, value in parts.items() if value is not None]
-        return " ".join([self.measure, f"length={self.length}", *named])
-
-    def __str__(self) -> str:
-        return self.key
+        _, *named = vars(self).items()
+        given = [f"{name}={value}" for name, value in named if value not in (None, "")]
+        return " ".join([self.measure, *given])
 
 
 @dataclass(frozen=True)
@@ -62,40 +50,30 @@ class Settings:
     model: str
     recipe: Recipe | None = None
     profile: str | None = None
-    lengths: tuple[int, ...] = DEFAULT_LENGTHS
-    measures: tuple[str, ...] = DEFAULT_MEASURES
+    lengths: Sequence[int] = (2048, 4096, 8192)
+    measures: Sequence[str] = (PREFILL, PERPLEXITY, NEEDLE, ERRORS)
     text: str = "essays"
     depths: int = 5
     windows: int = 1
-    tasks: tuple[str, ...] = ()
+    tasks: Sequence[str] = ()
     limit: int = 20
     repeat: int | None = None
     dtype: str = "bfloat16"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in self.measures:
+        for name in self.measures or [""]:
             if name not in MEASURES:
                 raise ValueError(f"--measures must be of {', '.join(MEASURES)}; got {name!r}")
-        if not self.measures:
-            raise ValueError(f"--measures needs a name; known: {', '.join(MEASURES)}")
         if (TASKS in self.measures) != bool(self.tasks):
             raise ValueError(
                 "--measures tasks and --tasks NAME,… need each other; for example "
                 "--measures tasks --tasks niah_single_1"
             )
-        if self.recipe is not None and self.profile is not None:
-            raise ValueError("--recipe and --profile cannot be combined; a profile holds recipes")
-        if not self.lengths:
-            raise ValueError("--lengths must name at least one number of tokens")
-        for length in self.lengths:
-            if length < BLOCK_Q:
-                raise ValueError(
-                    f"--lengths must be at least one block, {BLOCK_Q} tokens; got {length}"
-                )
-        for name in ("depths", "windows", "limit"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if min(self.lengths) < BLOCK_Q:
+            raise ValueError(
+                f"--lengths must be at least one block, {BLOCK_Q} tokens; got {min(self.lengths)}"
+            )
 
     @property
     def depth_percents(self) -> list[int]:
@@ -105,14 +83,31 @@ class Settings:
     @property
     def needed_tokens(self) -> int:
         """The longest window of the text that a measure needs."""
-        own = {PREFILL, PERPLEXITY, ERRORS, NEEDLE} & set(self.measures)
-        return max(self.lengths) if own else 0
+        return max(self.lengths) if set(self.measures) - {TASKS} else 0
 
     def cells(self) -> list[Cell]:
-        found: list[Cell] = []
-        for measure in dict.fromkeys(self.measures):
-            found += _cells_of(self, measure)
-        return found
+        lengths = sorted(set(self.lengths))
+        of_measure = {
+            PREFILL: [Cell(PREFILL, n) for n in sorted({SHORT, *lengths})],
+            # Windows outermost: an interrupted run has every length once before any length twice.
+            PERPLEXITY: [
+                Cell(PERPLEXITY, n, window=i) for i in range(self.windows) for n in lengths
+            ],
+            NEEDLE: [
+                Cell(NEEDLE, n, depth=depth, variant=variant)
+                for n in lengths
+                for depth in self.depth_percents
+                for variant in VARIANTS
+            ],
+            ERRORS: [Cell(ERRORS, n) for n in lengths],
+            TASKS: [
+                Cell(TASKS, n, task=task, variant=variant)
+                for n in lengths
+                for task in self.tasks
+                for variant in VARIANTS
+            ],
+        }
+        return [cell for measure in dict.fromkeys(self.measures) for cell in of_measure[measure]]
 
     def to_dict(self) -> dict[str, Any]:
         out = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -127,32 +122,6 @@ class Settings:
         if self.profile is not None:
             plain["profile"] = digest_of(Path(self.profile).read_bytes())
         return json.loads(json.dumps(plain))
-
-
-def _cells_of(settings: Settings, measure: str) -> list[Cell]:
-    lengths: Sequence[int] = sorted(set(settings.lengths))
-    if measure == PREFILL:
-        return [Cell(measure, length) for length in sorted({SHORT, *lengths})]
-    if measure == PERPLEXITY:
-        # Windows outermost: an interrupted run has every length once before any length twice.
-        return [
-            Cell(measure, length, window=i) for i in range(settings.windows) for length in lengths
-        ]
-    if measure == NEEDLE:
-        return [
-            Cell(measure, length, variant, depth=depth)
-            for length in lengths
-            for depth in settings.depth_percents
-            for variant in VARIANTS
-        ]
-    if measure == ERRORS:
-        return [Cell(measure, length) for length in lengths]
-    return [
-        Cell(measure, length, variant, task=task)
-        for length in lengths
-        for task in settings.tasks
-        for variant in VARIANTS
-    ]
 
 
 def digest_of(data: bytes) -> str:

@@ -59,7 +59,8 @@ def read_text(name: str) -> str:
 
 def cut(name: str, text: str, tokenizer: Any, *, needed: int) -> Text:
     """The text as tokens. Raises ValueError if it is shorter than `needed`."""
-    tokens = _encode(tokenizer, text)
+    # verbose: a tokenizer warns that the text is longer than its model allows.
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     prefix = tokenizer("")["input_ids"]
     found = Text(name, digest_of(text.encode()), tuple(tokens), tuple(map(int, prefix)))
     if len(tokens) < BLOCK_Q:
@@ -78,13 +79,3 @@ def _too_short(text: Text, needed: int) -> str:
         f"--text must have at least {needed} tokens for this length; {text.name!r} has {has}; "
         f"give a longer text, or lengths of at most {has}"
     )
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    # Without this a tokenizer warns that the text is longer than its model allows.
-    limit = getattr(tokenizer, "model_max_length", None)
-    tokenizer.model_max_length = 1 << 60
-    try:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    finally:
-        tokenizer.model_max_length = limit

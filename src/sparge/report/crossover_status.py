@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -54,16 +55,13 @@ def instruction_sets() -> dict[str, Any]:
 
 
 def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:
+    names = ("date", "took", "noise", "busy", "steady")
     return {
         "state": state,
         "why": why,
         "key": dict(crossover.key),
         "file": None if why else _file(crossover.key),
-        "date": crossover.date,
-        "took": crossover.took,
-        "noise": crossover.noise,
-        "busy": crossover.busy,
-        "steady": crossover.steady,
+        **{name: getattr(crossover, name) for name in names},
         "failure": COST.failure(),
         "rows": crossover_rows(crossover),
         "costs": cache.to_dict(crossover)["costs"],
@@ -73,7 +71,7 @@ def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:
 def crossover_rows(crossover: Crossover) -> list[dict[str, Any]]:
     """Density above which dense attention is faster, on long sequences."""
     rows = []
-    for dtype, D in ((dtype, D) for dtype in DTYPES.values() for D in HEAD_DIMS):
+    for dtype, D in product(DTYPES.values(), HEAD_DIMS):
         pair = {way: crossover.costs[name_of(dtype, D, way)].element for way in WAYS}
         shares = {p: min(CLEARLY * pair[DENSE_WAY] / pair[p], 1.0) for p in PRECISIONS if pair[p]}
         rows.append({"dtype": dtype, "D": D, DENSE_WAY: pair[DENSE_WAY], **shares})
@@ -85,8 +83,9 @@ def status_lines(status: dict[str, Any]) -> dict[str, str]:
     failed = {"calibration failed": status["failure"]} if status.get("failure") else {}
     if status["state"] == "none":
         return {
-            "crossover": f"not measured: {status['why']}; a call measures it at first need, or "
-            "`sparge doctor --calibrate`; until then a built-in estimate is used",
+            "crossover to dense": f"not measured: {status['why']}. The first call that needs it "
+            "measures it; `sparge doctor --calibrate` measures it now. Until then a built-in "
+            "estimate is used",
             **failed,
         }
     facts = ", ".join(f"{name} {value}" for name, value in status["key"].items())
@@ -97,7 +96,7 @@ def status_lines(status: dict[str, Any]) -> dict[str, str]:
     if not status["steady"]:
         took += "; not steady: a later process measures again, or --calibrate on a quiet machine"
     return {
-        "crossover": f"{status['state']}, {status['date']}, {took}",
+        "crossover to dense": f"{status['state']}, {status['date']}, {took}",
         "measured for": facts,
         "kept in": status["file"] or status["why"],
         **failed,

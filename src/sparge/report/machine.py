@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from typing import Any
@@ -71,6 +72,7 @@ def devices() -> list[str]:
 
 
 def accelerators() -> list[str]:
+    """The names of all accelerators."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
@@ -84,9 +86,17 @@ def load_average() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def load_text(document: dict[str, Any]) -> str:
+def load_text(document: Mapping[str, Any]) -> str:
     load = document["load_average"]
     return "unknown" if load is None else f"{load:.1f}"
+
+
+def machine_text(document: Mapping[str, Any]) -> str:
+    """The machine, instruction set and load of a document that has `where_it_runs()`."""
+    return (
+        f"{document['machine_line']}; sparge's instruction set: {document['isa'] or 'none'}; "
+        f"load average at the start: {load_text(document)}"
+    )
 
 
 def environment() -> dict[str, str]:

@@ -19,9 +19,9 @@ class Column:
     heading: str
     form: Callable[[Any], str] = str
 
-    @property
-    def is_number(self) -> bool:
-        return self.form is not str
+    def text(self, row: Mapping[str, Any]) -> str:
+        value = row.get(self.key)
+        return MISSING if value is None else self.form(value)
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Table:
     notes: Sequence[str] = ()
 
     def cells(self) -> list[list[str]]:
-        return [
-            [_cell(row.get(column.key), column) for column in self.columns] for row in self.rows
-        ]
+        return [[column.text(row) for column in self.columns] for row in self.rows]
 
 
 def share(value: float) -> str:
@@ -63,8 +61,8 @@ def three_digits(value: float) -> str:
     return f"{value:.{max(0, 2 - max(-1, math.floor(math.log10(value))))}f}" if value > 0 else "0"
 
 
-def to_json(data: Any) -> str:
-    return json.dumps(_finite(data), indent=2, allow_nan=False)
+def to_json(data: Any, indent: int | None = 2) -> str:
+    return json.dumps(_finite(data), indent=indent, allow_nan=False)
 
 
 def _finite(data: Any) -> Any:
@@ -74,7 +72,3 @@ def _finite(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_finite(item) for item in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def _cell(value: Any, column: Column) -> str:
-    return MISSING if value is None else column.form(value)

@@ -12,13 +12,12 @@ from torch import Tensor
 from ..accuracy import output_error
 from ..api import attention, make_plan
 from ..exact import row_weights
-from ..geometry import BLOCK_K, BLOCK_Q, block_range, diagonal_offset, in_blocks, n_blocks
+from ..geometry import BLOCK_K, BLOCK_Q, diagonal_offset, in_blocks
 from ..recipe import Recipe
 from ..tokenmask import TokenMask
 from .result import AttentionMap
 
-SHOWN = 6
-"""Heads that are drawn, from the sparsest to the densest."""
+SHOWN = 6  # heads that are drawn, from the sparsest to the densest
 
 
 @dataclass(frozen=True)
@@ -54,21 +53,11 @@ def attention_maps(
         for h, density in enumerate(plan.head_density()[0].tolist())
     )
     n = min(SHOWN, len(heads))
-    chosen = [heads[j * (len(heads) - 1) // max(n - 1, 1)] for j in range(n)]
     maps = []
-    for density, i, h in chosen:
+    for density, i, h in (heads[j * (len(heads) - 1) // max(n - 1, 1)] for j in range(n)):
         mass, kept = block_mass(calls[i], h), plans[i].to_mask()[0, h].cpu()
-        maps.append(
-            AttentionMap(
-                layer=i,
-                head=h,
-                density=density,
-                mass_kept=float((mass * kept).sum() / mass.sum()),
-                error=errors[i][h],
-                mass=mass,
-                kept=kept,
-            )
-        )
+        mass_kept = float((mass * kept).sum() / mass.sum())
+        maps.append(AttentionMap(i, h, density, mass_kept, errors[i][h], mass, kept))
     return tuple(maps)
 
 
@@ -78,10 +67,8 @@ def block_mass(call: LayerCall, h: int) -> Tensor:
     offset = diagonal_offset(Lq, Lk, options["causal_align"])
     tokens = TokenMask(Lq, Lk, options["is_causal"], offset, options["attn_mask"])
     scale = call.query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
-    positions = torch.arange(Lq, device=call.query.device)
-    mass = torch.empty(n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K))
-    for i_q in range(len(mass)):
-        rows = positions[block_range(i_q, BLOCK_Q, Lq)]
+    mass = []
+    for rows in torch.arange(Lq, device=call.query.device).split(BLOCK_Q):
         weights = row_weights(call.query, call.key, tokens, 0, h, rows, scale=scale)
-        mass[i_q] = in_blocks(weights, -1, BLOCK_K).sum(-1).mean(0)
-    return mass
+        mass.append(in_blocks(weights, -1, BLOCK_K).sum(-1).mean(0))
+    return torch.stack(mass).float().cpu()

@@ -7,58 +7,43 @@ from .result import Showcase
 
 COLUMNS = (
     Column("what", ""),
-    Column("dense", "dense", lambda text: text),
-    Column("sparge", "sparge", lambda text: text),
-    Column("change", "change", lambda text: text),
+    *(Column(name, name, "{}".format) for name in ("dense", "sparge", "change")),
 )
 FOUND = {True: "found", False: "not found"}
-NEEDLE_VERDICTS = {  # by whether dense and sparge found it
-    (True, True): "both found the needle",
-    (True, False): "sparge lost the needle that dense found",
-    (False, True): "sparge found the needle, dense did not",
-    (False, False): "neither found the needle, so it says nothing about sparge",
-}
-NEEDLE_SHORT = {
-    (True, True): ("found", "by both"),
-    (True, False): ("lost", "by sparge"),
-    (False, True): ("found", "by sparge"),
-    (False, False): ("found", "by neither"),
+NEEDLE = {  # by whether dense and sparge found it: a sentence, and a word with its agent
+    (True, True): ("both found the needle", "found", "by both"),
+    (True, False): ("sparge lost the needle that dense found", "lost", "by sparge"),
+    (False, True): ("sparge found the needle, dense did not", "found", "by sparge"),
+    (False, False): (
+        "neither found the needle, so it says nothing about sparge",
+        "found",
+        "by neither",
+    ),
 }
 
 
 def comparison_rows(show: Showcase) -> list[dict[str, str]]:
     dense, sparge = show.dense, show.sparge
-    lines = [
-        (
-            "seconds to the first token",
-            seconds(dense.first_token),
-            seconds(sparge.first_token),
-            faster(show.speedup),
-        ),
-        (
-            "of these in attention",
-            seconds(dense.attention_seconds),
-            seconds(sparge.attention_seconds),
-            faster(show.attention_speedup),
-        ),
-        (
-            "attention's share of the time",
-            percent(dense.attention_share),
-            percent(sparge.attention_share),
-            MISSING,
-        ),
-        ("density: kept / allowed blocks", share(1.0), share(show.density), MISSING),
-        (
-            f"perplexity over {show.tokens - 1:,} tokens",
-            f"{dense.perplexity:.3f}",
-            f"{sparge.perplexity:.3f}",
-            signed_percent(show.perplexity_change),
-        ),
-        ("needle", FOUND[dense.found], FOUND[sparge.found], MISSING),
-        ("error of attention (rel. L1)", MISSING, error_text(show), MISSING),
-        ("same most likely next token as dense", MISSING, percent(show.agreement), MISSING),
+
+    def row(what: str, *cells: str) -> dict[str, str]:
+        return {column.key: cell for column, cell in zip(COLUMNS, (what, *cells), strict=True)}
+
+    first = seconds(dense.first_token), seconds(sparge.first_token)
+    inside = seconds(dense.attention_seconds), seconds(sparge.attention_seconds)
+    shares = percent(dense.attention_share), percent(sparge.attention_share)
+    perplexities = f"{dense.perplexity:.3f}", f"{sparge.perplexity:.3f}"
+    change = signed_percent(show.perplexity_change)
+    measured = MISSING if show.error is None else error(show.error)
+    return [
+        row("seconds to the first token", *first, f"{times(show.speedup)} the speed"),
+        row("of these in attention", *inside, f"{times(show.attention_speedup)} the speed"),
+        row("attention's share of the time", *shares, MISSING),
+        row("density: kept / allowed blocks", share(1.0), share(show.density), MISSING),
+        row(f"perplexity over {show.tokens - 1:,} tokens", *perplexities, change),
+        row("needle", FOUND[dense.found], FOUND[sparge.found], MISSING),
+        row("error of attention (rel. L1)", MISSING, measured, MISSING),
+        row("same most likely next token as dense", MISSING, percent(show.agreement), MISSING),
     ]
-    return [dict(zip(("what", "dense", "sparge", "change"), line, strict=True)) for line in lines]
 
 
 def comparison_table(show: Showcase) -> Table:
@@ -79,21 +64,19 @@ def notes(show: Showcase) -> list[str]:
 
 
 def how_often(show: Showcase) -> str:
-    order = ", ".join(show.order)
     times_each = "once each" if show.rounds == 1 else f"{show.rounds} times each, median"
     return (
-        f"Timed {times_each}, in the order {order}, after a warm-up of {show.warmup_tokens} "
-        "tokens. For careful measurements use sparge eval."
+        f"Timed {times_each}, in the order {', '.join(show.order)}, after a warm-up of "
+        f"{show.warmup_tokens} tokens. For careful measurements use sparge eval."
     )
 
 
 def verdict(show: Showcase) -> str:
     """The gain, in one sentence."""
     sooner = "sooner" if show.speedup >= 1 else "later"
-    ratio = show.speedup if show.speedup >= 1 else 1 / show.speedup
     return (
-        f"The first token came {ratio:.2f}× {sooner} with sparge: after "
-        f"{seconds(show.sparge.first_token)} instead of {seconds(show.dense.first_token)}."
+        f"The first token came {max(show.speedup, 1 / show.speedup):.2f}× {sooner} with sparge: "
+        f"after {seconds(show.sparge.first_token)} instead of {seconds(show.dense.first_token)}."
     )
 
 
@@ -101,12 +84,9 @@ def cost(show: Showcase) -> str:
     """The cost, in one sentence."""
     return (
         f"It computed {percent(show.density)} of the attention blocks; perplexity changed by "
-        f"{signed_percent(show.perplexity_change)}; {needle_verdict(show)}."
+        f"{signed_percent(show.perplexity_change)}; "
+        f"{NEEDLE[show.dense.found, show.sparge.found][0]}."
     )
-
-
-def needle_verdict(show: Showcase) -> str:
-    return NEEDLE_VERDICTS[show.dense.found, show.sparge.found]
 
 
 def fallback_lines(show: Showcase) -> list[str]:
@@ -122,11 +102,3 @@ def seconds(value: float) -> str:
 
 def signed_percent(value: float) -> str:
     return f"{100 * value:+.2f}%"
-
-
-def faster(ratio: float) -> str:
-    return f"{times(ratio)} the speed"
-
-
-def error_text(show: Showcase) -> str:
-    return MISSING if show.error is None else error(show.error)

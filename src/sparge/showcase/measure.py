@@ -7,32 +7,32 @@ from its hidden states and the answer from its cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch import AUTO
-from ..evaluate.logits import Outputs, compare, splits
-from ..evaluate.model_directory import directory_of, fingerprint, tokenizer_of
-from ..evaluate.needle import FACT, Needle, counter, make_needle
+from .. import zoo
+from ..evaluate.logits import Outputs, compare, outputs_of, splits
+from ..evaluate.model_directory import fingerprint, tokenizer_of
+from ..evaluate.needle import make_needle, prompt_of
 from ..evaluate.settings import DENSE_VARIANT, SPARGE_VARIANT, VARIANTS
 from ..evaluate.tested_model import total_runs
 from ..evaluate.texts import cut, read_text
 from ..geometry import BLOCK_Q
 from ..integrations import accelerate
+from ..integrations.handle import Handle
 from ..recipe import DEFAULT, Recipe
 from ..record import record
 from ..support.turns import no_garbage_collection, take_turns
 from .attention_maps import LayerCall, attention_maps, head_errors
 from .result import HiddenFact, Reading, Showcase
 
-DEPTH = 40
-"""Percent of the document before the needle."""
+DEPTH = 40  # percent of the document before the needle
 ANSWER_TOKENS = 12
 WARMUP_TOKENS = 512
 """Read by both variants before timing: starts threads, and calibrates the CPU if needed."""
@@ -54,7 +54,7 @@ def prepare(*, model: str, text: str, tokens: int, seed: int) -> Prepared:
     """Check the arguments and make the prompt, at most `tokens` long with its question."""
     if tokens < BLOCK_Q:
         raise ValueError(f"--tokens must be at least one block of {BLOCK_Q}, got {tokens}")
-    directory = directory_of(model)
+    directory = zoo.directory_of(model)
     facts = fingerprint(model, directory)
     limit = facts["max_tokens"]
     if limit is not None and tokens + ANSWER_TOKENS > limit:
@@ -64,12 +64,9 @@ def prepare(*, model: str, text: str, tokens: int, seed: int) -> Prepared:
         )
     tokenizer = tokenizer_of(directory)
     document = cut(text, read_text(text), tokenizer, needed=tokens)
-    found = make_needle(
-        document, tokenizer, length=tokens, depth=DEPTH, seed=seed, count=counter(tokenizer)
-    )
-    city = found.question.rstrip("?").rsplit(" ", 1)[-1]
-    fact = FACT.format(city=city, number=found.answer)
-    prompt, special = make_prompt(found, tokenizer)
+    found = make_needle(document, tokenizer, length=tokens, depth=DEPTH, seed=seed)
+    prompt = prompt_of(tokenizer, found.context, found.question, found.prefix)
+    special = tokenizer.chat_template is None  # a template writes them itself
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -81,24 +78,14 @@ def prepare(*, model: str, text: str, tokens: int, seed: int) -> Prepared:
         tokenizer,
         torch.tensor([encode(prompt)]),
         HiddenFact(
-            fact=fact,
+            fact=found.fact,
             question=found.question,
             prefix=found.prefix,
             answer=found.answer,
             depth=found.depth,
-            token=len(encode(prompt[: prompt.index(fact)])),
+            token=len(encode(prompt[: prompt.index(found.fact)])),
         ),
     )
-
-
-def make_prompt(needle: Needle, tokenizer: Any) -> tuple[str, bool]:
-    """The prompt, in the chat template if there is one; and whether to add special tokens."""
-    asked = f"{needle.context}\n\n{needle.question}"
-    if tokenizer.chat_template is None:
-        return f"{asked} {needle.prefix}", True
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": needle.prefix}]
-    made = tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
-    return str(made), False
 
 
 @torch.inference_mode()
@@ -176,13 +163,17 @@ class _Reader:
     fallbacks: dict[str, int] = field(default_factory=dict)
     calls: dict[int, LayerCall] = field(default_factory=dict)
 
-    @contextmanager
-    def running(self) -> Iterator[Any]:
+    def running(self) -> Handle:
         """The model with sparge's hook, which also measures the time in dense attention."""
-        is_dense = self.name == DENSE_VARIANT
-        recipe, backend = (None, "dense") if is_dense else (self.recipe, AUTO)
-        with accelerate(self.model, recipe, backend=backend) as handle:
-            yield handle
+        if self.name == DENSE_VARIANT:
+            return accelerate(self.model, backend="dense")
+        return accelerate(self.model, self.recipe)
+
+    def keep_call(
+        self, i: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> None:
+        if query.shape[2] > 1:  # not the tokens of the answer, which come one by one
+            self.calls[i] = LayerCall(query, key, value, dict(options))
 
     def take_turn(self) -> float:
         self.step(f"{self.name} reads {self.prepared.ids.shape[1]} tokens")
@@ -191,20 +182,17 @@ class _Reader:
             if is_first and self.name == SPARGE_VARIANT:
                 names = [layer.name for layer in handle.report().layers]
                 for i in layers_to_see(len(names)):
-                    handle.tap(names[i], _keep(self.calls, i))
+                    handle.tap(names[i], partial(self.keep_call, i))
             with no_garbage_collection():
-                seconds, outputs, cache = read(self.model, self.prepared.ids, split=self.split)
+                seconds, token, outputs = read(self.model, self.prepared.ids, split=self.split)
             report = handle.report()
             self.attention.append(report.seconds)
             if not is_first:
                 return seconds
-            for run in runs:
-                for stage, spent in run.seconds.items():
-                    if stage != "total":
-                        self.stages[stage] = self.stages.get(stage, 0.0) + spent
+            stages = dict.fromkeys(name for run in runs for name in run.seconds if name != "total")
+            self.stages = {name: sum(run.seconds.get(name, 0.0) for run in runs) for name in stages}
             self.outputs, self.report = outputs, report
-            first = int(outputs.rows(len(outputs) - 1, len(outputs)).argmax())
-            self.answer = write_answer(self.model, self.prepared.tokenizer, first, cache)
+            self.answer = write_answer(self.model, self.prepared.tokenizer, token, outputs.cache)
             if self.name == SPARGE_VARIANT:  # dense has nothing to fall back from
                 self.fallbacks = handle.report().fallbacks
         return seconds
@@ -222,17 +210,12 @@ class _Reader:
         )
 
 
-def read(model: Any, ids: Tensor, *, split: bool) -> tuple[float, Outputs, Any]:
-    """Seconds until the next token is known, the outputs, and the cache."""
+def read(model: Any, ids: Tensor, *, split: bool) -> tuple[float, int, Outputs]:
+    """Seconds until the next token is known, that token, and the outputs."""
     start = time.perf_counter()
-    if split:
-        done, head = model.base_model(ids, use_cache=True), model.get_output_embeddings()
-        outputs = Outputs(done.last_hidden_state[0], head)
-    else:
-        done = model(ids, use_cache=True)
-        outputs = Outputs(done.logits[0], None)
-    int(outputs.rows(len(outputs) - 1, len(outputs)).argmax())  # waits for the device
-    return time.perf_counter() - start, outputs, done.past_key_values
+    outputs = outputs_of(model, ids, split=split, use_cache=True)
+    token = int(outputs.rows(-1).argmax())  # waits for the device
+    return time.perf_counter() - start, token, outputs
 
 
 def write_answer(model: Any, tokenizer: Any, token: int, cache: Any) -> str:
@@ -250,11 +233,3 @@ def write_answer(model: Any, tokenizer: Any, token: int, cache: Any) -> str:
 def layers_to_see(n: int) -> list[int]:
     """An early, a middle and a late layer, whose calls are kept; all calls would not fit."""
     return sorted({n // 6, n // 2, n - 1 - n // 6})
-
-
-def _keep(calls: dict[int, LayerCall], i: int) -> Callable[[Tensor, Tensor, Tensor, Any], None]:
-    def tap(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
-        if query.shape[2] > 1:  # not the tokens of the answer, which come one by one
-            calls[i] = LayerCall(query, key, value, dict(options))
-
-    return tap

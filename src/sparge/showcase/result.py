@@ -48,11 +48,7 @@ class Reading:
         return statistics.median(inside / whole for inside, whole in pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        return _plain(self) | {
-            "first_token": self.first_token,
-            "attention_seconds": self.attention_seconds,
-            "attention_share": self.attention_share,
-        }
+        return _plain(self, "first_token", "attention_seconds", "attention_share")
 
 
 @dataclass(frozen=True)
@@ -142,27 +138,20 @@ class Showcase:
         return self.sparge.perplexity / self.dense.perplexity - 1
 
     def to_dict(self) -> dict[str, Any]:
-        return (
-            {"format": FORMAT}
-            | _plain(self)
-            | {
-                "recipe": self.recipe.to_dict(),
-                "needle": _plain(self.needle),
-                "dense": self.dense.to_dict(),
-                "sparge": self.sparge.to_dict(),
-                "heads": [head.to_dict() for head in self.heads],
-                "rounds": self.rounds,
-                "speedup": self.speedup,
-                "attention_speedup": self.attention_speedup,
-                "limit": self.limit,
-                "perplexity_change": self.perplexity_change,
-            }
-        )
+        derived = ("rounds", "speedup", "attention_speedup", "limit", "perplexity_change")
+        return {"format": FORMAT, **_plain(self, *derived)} | {
+            "recipe": self.recipe.to_dict(),
+            "needle": _plain(self.needle),
+            "dense": self.dense.to_dict(),
+            "sparge": self.sparge.to_dict(),
+            "heads": [head.to_dict() for head in self.heads],
+        }
 
 
 def _ratio(dense: tuple[float, ...], sparge: tuple[float, ...]) -> float:
     return statistics.median(d / s for d, s in zip(dense, sparge, strict=True))
 
 
-def _plain(item: Any) -> dict[str, Any]:
-    return {field.name: getattr(item, field.name) for field in fields(item)}
+def _plain(item: Any, *derived: str) -> dict[str, Any]:
+    """The fields of a dataclass, and derived properties, by name."""
+    return {name: getattr(item, name) for name in (*(f.name for f in fields(item)), *derived)}

