@@ -27,11 +27,7 @@ class Handle:
     """
 
     def __init__(
-        self,
-        found: Found,
-        recipe: Recipe | None,
-        sites: dict[str, Site],
-        undo: Callable[[], None],
+        self, found: Found, recipe: Recipe | None, sites: dict[str, Site], undo: Callable[[], None]
     ) -> None:
         self.model, self.recipe, self.left_alone = found.model, recipe, dict(found.left_alone)
         self._sites = [(found.modules[name], site) for name, site in sites.items()]

@@ -86,12 +86,7 @@ def sampled_blocks(Lq: int, blocks: int) -> list[int]:
 
 
 def captures_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    facts: Mapping[str, Any],
-    *,
-    blocks: int = BLOCKS,
+    query: Tensor, key: Tensor, value: Tensor, facts: Mapping[str, Any], *, blocks: int = BLOCKS
 ) -> list[Capture]:
     """One capture for each sequence of the batch.
 

@@ -94,13 +94,7 @@ def keys_seen(tokens: TokenMask) -> int:
     return max(1, min(tokens.Lk, tokens.offset + tokens.Lq))
 
 
-def run_captured(
-    capture: Capture,
-    recipe: Recipe,
-    exact: Tensor,
-    *,
-    backend: Backend,
-) -> Measured:
+def run_captured(capture: Capture, recipe: Recipe, exact: Tensor, *, backend: Backend) -> Measured:
     """Run a recipe on every kept block; errors are relative L1 over all kept rows of a head."""
     Hq, device = capture.Hq, capture.query.device
     sums = torch.zeros((6, Hq), dtype=torch.float64, device=device)

@@ -35,10 +35,7 @@ AT_ONCE = 32
 
 
 def kept_sets(
-    prediction: Prediction,
-    predictor: str,
-    similarities: Sequence[float | None],
-    masses: Tensor,
+    prediction: Prediction, predictor: str, similarities: Sequence[float | None], masses: Tensor
 ) -> Tensor:
     """What every setting keeps, bool `[blocks, similarities, masses, n_k]`."""
     p = prediction.mean if predictor == "mean" else prediction.blend
