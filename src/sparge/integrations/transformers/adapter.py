@@ -7,10 +7,12 @@ implementation's name is set on the copies.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -18,10 +20,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..adapters import Found
 from ..site import Site, site_of
-from .attention_function import EAGER, NAME, SDPA, OwnAttention, eager_function, own_by_class
-from .attention_modules import NO_INTERFACE, attention_modules, parts_left_alone
+from .attention_function import EAGER, NAME, SDPA, SELECTIONS, OwnAttention, eager_function
+from .masks import own_by_class
 
 Implementations = list[tuple[PreTrainedConfig, str | None]]
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+NO_INTERFACE = "its code does not call attention through transformers' attention interface"
 
 
 class TransformersAdapter:
@@ -120,3 +124,51 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def attention_modules(model: nn.Module, left_alone: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """The modules of a model that get their attention from the interface, by name.
+
+    Those of a part that is left alone are not among them, unless a part within can be changed.
+    """
+    parts = [name for name, m in model.named_modules() if isinstance(m, PreTrainedModel)]
+    closed = set(left_alone)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if _uses_interface(type(module)) and _part_of(name, parts) not in closed
+    }
+
+
+def parts_left_alone(model: nn.Module) -> dict[str, str]:
+    """The parts of a model whose attention cannot be replaced, by name, and why."""
+    reasons = {}
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel):
+            if not part._can_set_attn_implementation():
+                reasons[name] = f"{type(part).__name__}: {NO_INTERFACE}"
+            elif any(_selects_keys(type(module)) for module in part.modules()):
+                reasons[name] = f"{type(part).__name__}: it selects the keys to attend itself"
+    return reasons
+
+
+def _part_of(name: str, parts: Iterable[str]) -> str | None:
+    """The innermost of the parts that a module is in; None if it is in none."""
+    around = [p for p in parts if not p or name == p or name.startswith(f"{p}.")]
+    return max(around, key=len, default=None)
+
+
+def _uses_interface(kind: type[nn.Module]) -> bool:
+    code = _code_of(kind)
+    return code is not None and _INTERFACE in code.co_names
+
+
+def _selects_keys(kind: type[nn.Module]) -> bool:
+    """Attention that hands the keys it selected to the interface, by the names of its arguments."""
+    code = _code_of(kind) if _uses_interface(kind) else None
+    names = [each for each in (code.co_consts if code else ()) if isinstance(each, tuple)]
+    return any(selection in each for each in names for selection in SELECTIONS)
+
+
+def _code_of(kind: type[nn.Module]) -> CodeType | None:
+    return getattr(inspect.unwrap(kind.forward), "__code__", None)

@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...errors import Unsupported
 from ...geometry import MAX_HEAD_DIM
-from ...recipe import DEFAULT, Recipe
+from ...recipe import DEFAULT
 from ..site import SITE, Site, allowed_blocks
-from .masks import additive, in_full, make_mask, takes_sdpa, to_attention
+from .masks import additive, in_full, make_mask, own_by_class, to_attention
 
 NAME = "sparge"
 EAGER, SDPA = "eager", "sdpa"
@@ -71,10 +71,10 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     recipe, windowed = site.recipes()
     tensors = (query, key, value)
-    reason, eager = _why_own(module, tensors, site, recipe, dropout, kwargs)
+    reason, eager = _why_own(module, tensors, "" if recipe else site.left_out, dropout, kwargs)
     if reason:
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-        own = _own_function(module, site, reason, eager)
+        own = _own_function(module, site.own, reason, eager)
         return _run_own(own, module, tensors, attention_mask, causal, site, reason, given)
     key, value, arguments = to_attention(attention_mask, query, key, value, causal)
     arguments |= {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
@@ -82,23 +82,17 @@ def attention_forward(
     sinks = kwargs.get("s_aux")
     if sinks is None:
         out = site.attend(query, key, value, arguments, recipe=recipe)
-    else:
+    else:  # a sink is one more key, with a value of zero
         out, lse = site.attend(query, key, value, arguments, recipe=recipe, return_lse=True)
-        out = _with_sinks(out, lse, sinks)
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+        out = out * share[..., None].to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink is one more key with a score and a value of zero."""
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return out * share[..., None].to(out.dtype)
 
 
 def _why_own(
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor],
-    site: Site,
-    recipe: Recipe | None,
+    left_out: str,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> tuple[str, bool]:
@@ -114,29 +108,29 @@ def _why_own(
                 {NAME: "it has no attention over them, nor has it the mask of them"},
                 "load the model with attn_implementation='sdpa', which it gives that mask",
             )
-    if kwargs.get("output_attentions") or getattr(
-        getattr(module, "config", None), "output_attentions", False
-    ):
+    config = getattr(module, "config", None)
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return "output_attentions: sparge never makes the attention weights", True
-    if recipe is None:
-        return site.left_out, eager
-    if dropout > 0.0:
-        return f"dropout {dropout}: sparge has none", eager
-    if tensors[0].shape[2] == 1:
-        return "one query (decode): dense attention is faster", eager
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return "a gradient is wanted: torch's own is faster; sparge runs under no_grad", eager
     head_dim = max(x.shape[3] for x in tensors)
-    if head_dim > MAX_HEAD_DIM:
-        return f"head dim {head_dim} is over {MAX_HEAD_DIM}", eager
+    for holds, why in (
+        (left_out, left_out),
+        (dropout > 0.0, f"dropout {dropout}: sparge has none"),
+        (tensors[0].shape[2] == 1, "one query (decode): dense attention is faster"),
+        (
+            torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+            "a gradient is wanted: torch's own is faster; sparge runs under no_grad",
+        ),
+        (head_dim > MAX_HEAD_DIM, f"head dim {head_dim} is over {MAX_HEAD_DIM}"),
+    ):
+        if holds:
+            return why, eager
     return "", False
 
 
 def _own_function(
-    module: nn.Module, site: Site, reason: str, eager: bool
+    module: nn.Module, own: OwnAttention | None, reason: str, eager: bool
 ) -> tuple[str, Callable[..., Any]]:
     """The name and the function of the attention that the model had before."""
-    own: OwnAttention | None = site.own
     name = own.name if own else own_by_class(type(getattr(module, "config", None)))
     if not eager and name != EAGER:
         return name, AttentionInterface()[name]
@@ -177,12 +171,6 @@ def _run_own(
         blocks = allowed_blocks(query, key, is_causal=causal, offset=offset)
         site.note_own(reason, time.perf_counter() - start, blocks)
     return out
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def own_by_class(config_class: type) -> str:
-    """The implementation of a model that never had another than ours."""
-    return SDPA if takes_sdpa(config_class) else EAGER
 
 
 def eager_function(module: nn.Module) -> Callable[..., Any] | None:
