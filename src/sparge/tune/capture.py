@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..geometry import BLOCK_Q, block_range, diagonal_offset, n_blocks
+from ..geometry import BLOCK_Q, block_range, diagonal_offset, n_blocks, sampled_rows
 from ..tokenmask import TokenMask, as_4d
 
 BLOCKS = 8
@@ -63,26 +63,12 @@ class Capture:
 
     def head(self, h: int) -> Capture:
         """One query head alone."""
-        mask, kv = self.attn_mask, h // self.group
-        if mask is not None and mask.shape[1] > 1:
-            mask = mask[:, h : h + 1]
-        return replace(
-            self,
-            query=self.query[:, h : h + 1].contiguous(),
-            key=self.key[:, kv : kv + 1].contiguous(),
-            value=self.value[:, kv : kv + 1].contiguous(),
-            attn_mask=mask,
-        )
-
-
-def sampled_blocks(Lq: int, blocks: int) -> list[int]:
-    """Query blocks to keep, evenly spread, the last one included.
-
-    As the rows of a block are sampled: the end of each of `blocks` equal parts.
-    """
-    n_q = n_blocks(Lq, BLOCK_Q)
-    r = min(blocks, n_q)
-    return [(t + 1) * n_q // r - 1 for t in range(r)]
+        kv = h // self.group
+        query = self.query[:, h : h + 1].contiguous()
+        key, value = (x[:, kv : kv + 1].contiguous() for x in (self.key, self.value))
+        mask = self.attn_mask
+        mask = mask[:, h : h + 1] if mask is not None and mask.shape[1] > 1 else mask
+        return replace(self, query=query, key=key, value=value, attn_mask=mask)
 
 
 def captures_of(
@@ -96,7 +82,7 @@ def captures_of(
         raise ValueError(f"blocks must be a whole number of at least 1, got {blocks!r}")
     Lq, Lk, scale = query.shape[2], key.shape[2], facts.get("scale")
     offset = diagonal_offset(Lq, Lk, facts.get("causal_align", "top_left"))
-    chosen = [block_range(i, BLOCK_Q, Lq) for i in sampled_blocks(Lq, blocks)]
+    chosen = [block_range(i, BLOCK_Q, Lq) for i in sampled_rows(n_blocks(Lq, BLOCK_Q), blocks)]
     at = torch.cat([torch.arange(rows.start, rows.stop) for rows in chosen]).to(query.device)
     mask = as_4d(facts.get("attn_mask"))
     if mask is not None and mask.shape[2] > 1:

@@ -136,7 +136,7 @@ def attention_modules(model: nn.Module, left_alone: Iterable[str] = ()) -> dict[
     return {
         name: module
         for name, module in model.named_modules()
-        if _uses_interface(type(module)) and _part_of(name, parts) not in closed
+        if _interface_code(type(module)) and _part_of(name, parts) not in closed
     }
 
 
@@ -158,17 +158,14 @@ def _part_of(name: str, parts: Iterable[str]) -> str | None:
     return max(around, key=len, default=None)
 
 
-def _uses_interface(kind: type[nn.Module]) -> bool:
-    code = _code_of(kind)
-    return code is not None and _INTERFACE in code.co_names
+def _interface_code(kind: type[nn.Module]) -> CodeType | None:
+    """The code of a `forward` that calls attention through the interface; None for others."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code if code is not None and _INTERFACE in code.co_names else None
 
 
 def _selects_keys(kind: type[nn.Module]) -> bool:
     """Attention that hands the keys it selected to the interface, by the names of its arguments."""
-    code = _code_of(kind) if _uses_interface(kind) else None
+    code = _interface_code(kind)
     names = [each for each in (code.co_consts if code else ()) if isinstance(each, tuple)]
     return any(selection in each for each in names for selection in SELECTIONS)
-
-
-def _code_of(kind: type[nn.Module]) -> CodeType | None:
-    return getattr(inspect.unwrap(kind.forward), "__code__", None)
