@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..dispatch import DENSE
 from ..fingerprint import fingerprint
 from ..integrations import accelerate
 from .capture import BLOCKS, captures_of
-from .trace_directory import MANIFEST, Trace, TracedInput, cast, size_of, write
+from .trace_directory import MANIFEST, Trace, TracedInput, write
 
 MAX_BYTES = 16 << 30
 Inputs = Tensor | Mapping[str, Any]
@@ -64,16 +65,12 @@ def trace_model(
         for i, given in enumerate(inputs):
             digest = digest_of(given)
             if all(each.digest != digest for each in trace.inputs):
-                room = _Room(max_bytes, trace.bytes, len(names) * (len(inputs) - i))
-                stem = f"input-{digest[:12]}/layer-"
-                taps = {
-                    layer: _Tap(where, f"{stem}{n:03d}", blocks, dtype, room)
-                    for n, layer in enumerate(names)
-                }
-                for layer, tap in taps.items():
-                    handle.tap(layer, tap)
+                left = len(names) * (len(inputs) - i)
+                writer = _Writer(trace, f"input-{digest[:12]}", dtype, max_bytes, left)
+                for layer in names:
+                    handle.tap(layer, partial(writer.add, layer))
                 _forward(model, given)
-                files = {layer: tap.entries for layer, tap in taps.items() if tap.entries}
+                files = {layer: entries for layer, entries in writer.files.items() if entries}
                 if not files:
                     raise ValueError(
                         f"inputs must be longer than one token: no attention of "
@@ -104,45 +101,42 @@ def digest_of(given: Inputs) -> str:
 def noise_level_of(given: Inputs) -> float | None:
     """The mean of an argument `timestep`, as diffusion models name it; None without one."""
     step = _arguments(given).get("timestep")
-    if step is None:
-        return None
-    return float(torch.as_tensor(step).double().mean())
+    return None if step is None else float(torch.as_tensor(step).double().mean())
 
 
-class _Room:
-    """Bytes that may still be written; a trace that will not fit is refused at its first layer."""
+class _Writer:
+    """Writes the captures of one input, each to its file, as they come.
 
-    def __init__(self, limit: int, used: int, files: int) -> None:
-        self.limit, self.used, self.files, self.asked = limit, used, files, False
-
-    def take(self, size: int) -> None:
-        expected = self.used + (size if self.asked else size * self.files)
-        self.asked = True
-        if expected > self.limit:
-            raise ValueError(
-                f"the trace would take about {expected / 2**20:.0f} MiB and max_bytes allows "
-                f"{self.limit / 2**20:.0f} MiB; raise it, or trace fewer or shorter inputs, fewer "
-                "layers or blocks, or store bf16"
-            )
-        self.used += size
-
-
-class _Tap:
-    """Writes the calls of one layer, each to its file, as they come."""
+    files: of each layer, the manifest entries written. A trace that will not fit in max_bytes is
+    refused at its first capture, as if the `left` files to come were as large.
+    """
 
     def __init__(
-        self, where: Path, stem: str, blocks: int, dtype: torch.dtype | None, room: _Room
+        self, trace: Trace, stem: str, dtype: torch.dtype | None, max_bytes: int, left: int
     ) -> None:
-        self.where, self.stem, self.blocks, self.dtype, self.room = where, stem, blocks, dtype, room
-        self.entries: list[dict[str, Any]] = []
+        self.trace, self.stem, self.dtype = trace, stem, dtype
+        self.max_bytes, self.left, self.used = max_bytes, left, trace.bytes
+        self.files: dict[str, list[dict[str, Any]]] = {name: [] for name in trace.layers}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> None:
-        for capture in captures_of(query, key, value, facts, blocks=self.blocks):
-            capture = cast(capture, self.dtype)
-            self.room.take(size_of(capture))
-            number = f"-{len(self.entries)}" if self.entries else ""
-            file = f"{self.stem}{number}.safetensors"
-            self.entries.append(write(self.where, file, capture))
+    def add(
+        self, layer: str, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]
+    ) -> None:
+        entries, number = self.files[layer], self.trace.layers.index(layer)
+        for capture in captures_of(query, key, value, facts, blocks=self.trace.blocks):
+            again = f"-{len(entries)}" if entries else ""
+            file = f"{self.stem}/layer-{number:03d}{again}.safetensors"
+            where = self.trace.directory
+            entries.append(write(where, file, capture, dtype=self.dtype, take=self._take))
+
+    def _take(self, size: int) -> None:
+        expected, self.left = self.used + size * self.left, 1
+        if expected > self.max_bytes:
+            raise ValueError(
+                f"the trace would take about {expected / 2**20:.0f} MiB and max_bytes allows "
+                f"{self.max_bytes / 2**20:.0f} MiB; raise it, or trace fewer or shorter inputs, "
+                "fewer layers or blocks, or store bf16"
+            )
+        self.used += size
 
 
 def _completed(trace: Trace) -> Trace:
