@@ -11,8 +11,7 @@ from sparge import KeepMass, Recipe
 from sparge.profile import HeadSettings
 from sparge.synthetic import structured_qkv
 from sparge.tune import score, search
-from sparge.tune.capture import captures_of
-from sparge.tune.captured_run import backend_for, exact_output, run_captured
+from sparge.tune.capture import backend_for, captures_of, exact_output, run_captured
 from sparge.tune.layer import Runner, tune_layer
 from sparge.tune.score import CaptureScorer, LayerScorer
 from sparge.tune.search import find_ladder, find_pv_ladder, kept_sets

@@ -15,8 +15,7 @@ import torch
 from ..dispatch import AUTO, Backend
 from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings
 from ..recipe import DEFAULT, Recipe
-from .capture import Capture
-from .captured_run import backend_for, run_captured
+from .capture import Capture, backend_for, run_captured
 from .score import CaptureScorer, LayerScorer
 from .search import find_ladder, find_pv_ladder
 

@@ -25,8 +25,7 @@ from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, in_blocks, n_blocks, sampled
 from ..qtensor import QTensor, working
 from ..recipe import Recipe
 from ..tokenmask import EXCLUDED
-from .capture import Capture
-from .captured_run import exact_output, keys_seen, masked, prepare_capture
+from .capture import Capture, exact_output, keys_seen, prepare_capture
 
 MOST_BYTES = 1 << 30
 """Limit of what is held at once. A head above it is scored on fewer groups of rows; a layer above
@@ -115,7 +114,10 @@ class CaptureScorer:
         capture, tokens = self.capture, self.capture.tokens(i)
         rows, stop = capture.rows(i), keys_seen(tokens)
         kv = h // capture.group
-        scores = masked((self.q[h, rows] @ self.k[kv, :stop].mT) * capture.scale, tokens, h)
+        scores = (self.q[h, rows] @ self.k[kv, :stop].mT) * capture.scale
+        allowed, bias = tokens.region(0, h, slice(0, tokens.Lq), slice(0, stop), scores.device)
+        scores = scores if bias is None else scores + bias.to(scores.dtype)
+        scores = scores if allowed is None else scores.masked_fill_(~allowed, -math.inf)
         top = scores.amax(-1, keepdim=True)
         weights = (scores - top.masked_fill_(top == -math.inf, 0.0)).exp_()
         by_block = cut(weights, -1, BLOCK_K)
