@@ -112,20 +112,14 @@ def _check_heads(modules: dict[str, nn.Module], recipe: Any) -> None:
     if callable(recipe) and not isinstance(recipe, type):
         return
     for name, module in modules.items():
-        heads = _heads_of(module)
+        sizes = [getattr(module, n, None) for n in ("num_heads", "num_attention_heads", "n_heads")]
+        sizes.append(getattr(getattr(module, "config", None), "num_attention_heads", None))
+        heads = next((size for size in sizes if isinstance(size, int)), None)
         if heads is not None or not isinstance(recipe, Recipe):
             try:
                 check_recipe(recipe, heads or 1)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-
-
-def _heads_of(module: nn.Module) -> int | None:
-    config = getattr(module, "config", None)
-    names = ("num_heads", "num_attention_heads", "n_heads")
-    given = [getattr(module, name, None) for name in names]
-    given.append(getattr(config, "num_attention_heads", None))
-    return next((number for number in given if isinstance(number, int)), None)
 
 
 def _recipes_of_profile(

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
-
 from ..recipe import Recipe
 from .adapters import Found
 from .report import Report
@@ -79,10 +77,6 @@ class Handle:
         if vars(self.model).get(_HANDLE) is self:
             delattr(self.model, _HANDLE)
 
-    @property
-    def modules(self) -> set[nn.Module]:
-        return {module for module, _ in self._sites}
-
     def __enter__(self) -> Handle:
         return self
 
@@ -99,7 +93,7 @@ def replaced_handles(found: Found) -> list[Handle]:
     sites = [site for module in found.modules.values() if (site := site_of(module)) is not None]
     handles = dict.fromkeys(handle for site in sites if (handle := site.holder()) is not None)
     for handle in handles:
-        if not handle.modules <= {*found.modules.values()}:
+        if not {module for module, _ in handle._sites} <= {*found.modules.values()}:
             raise ValueError(
                 f"{handle!r} covers more than this part of the model; remove() it first, or choose "
                 "by `layers` on the whole"

@@ -46,10 +46,6 @@ class TracedInput:
     def entries(self) -> list[Mapping[str, Any]]:
         return [entry for entries in self.files.values() for entry in entries]
 
-    @property
-    def bytes(self) -> int:
-        return sum(entry["bytes"] for entry in self.entries)
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -90,7 +86,7 @@ class Trace:
 
     @property
     def bytes(self) -> int:
-        return sum(each.bytes for each in self.inputs)
+        return sum(entry["bytes"] for each in self.inputs for entry in each.entries)
 
     def captures(self, layer: str) -> list[Capture]:
         """All captures of a layer by its whole name, input after input."""
