@@ -65,9 +65,13 @@ def tune_layer(
                 for h in heads
             ]
             found = climb(runner, with_pv, l2, otherwise=found)
+    digits = {"density": 4, "pv_skipped": 4, "error": 5}
     settings = replace(
         runner.layer,
-        heads=tuple(_rounded(head) for head in found),
+        heads=tuple(
+            replace(head, **{name: round(getattr(head, name), n) for name, n in digits.items()})
+            for head in found
+        ),
         inputs=len(captures),
         rows=sum(capture.query.shape[2] for capture in captures),
     )
@@ -144,8 +148,3 @@ def _cost(predictor: str, ladders: Sequence[Ladder]) -> float:
     density = [ladder[0].density if ladder else 1.0 for ladder in ladders]
     rows = COST_OF_ROWS if predictor == "blend" else 0.0
     return sum(density) / len(density) + rows
-
-
-def _rounded(head: HeadSettings) -> HeadSettings:
-    density, pv_skipped = round(head.density, 4), round(head.pv_skipped, 4)
-    return replace(head, density=density, pv_skipped=pv_skipped, error=round(head.error, 5))

@@ -47,8 +47,8 @@ def trace_model(
     inputs: token ids `[B, L]`, or the model's keyword arguments. blocks: query blocks to keep of
     each call. layers: names with `*` and `?`, or a function of the name. dtype: to store the
     tensors in, None as they are. about: a few words on each input. noise_levels: of a diffusion
-    model, one for each input; None takes them from an argument `timestep`. done: called with the
-    digest of each input.
+    model, one for each input; None takes the mean of an argument `timestep`, as diffusion models
+    name it. done: called with the digest of each input.
 
     A directory that holds some of these inputs is completed. The model has its own attention again
     when this returns; settings of an earlier `accelerate` are gone.
@@ -76,7 +76,10 @@ def trace_model(
                         f"inputs must be longer than one token: no attention of "
                         f"{type(model).__name__} ran through sparge on input {i}"
                     )
-                level = noise_level_of(given) if noise_levels is None else float(noise_levels[i])
+                step = (
+                    _arguments(given).get("timestep") if noise_levels is None else noise_levels[i]
+                )
+                level = None if step is None else float(torch.as_tensor(step).double().mean())
                 traced = TracedInput(digest, about[i] if about else "", level, files)
                 trace = replace(trace, inputs=(*trace.inputs, traced))
                 trace.save()
@@ -96,12 +99,6 @@ def digest_of(given: Inputs) -> str:
         else:
             digest.update(repr(value).encode())
     return digest.hexdigest()
-
-
-def noise_level_of(given: Inputs) -> float | None:
-    """The mean of an argument `timestep`, as diffusion models name it; None without one."""
-    step = _arguments(given).get("timestep")
-    return None if step is None else float(torch.as_tensor(step).double().mean())
 
 
 class _Writer:

@@ -100,11 +100,8 @@ class Trace:
 
     def is_whole(self, each: TracedInput) -> bool:
         """Whether every file of an input is there, with its size."""
-        try:
-            sizes = [(self.directory / entry["file"]).stat().st_size for entry in each.entries]
-        except OSError:
-            return False
-        return sizes == [entry["bytes"] for entry in each.entries]
+        files = [(self.directory / entry["file"], entry["bytes"]) for entry in each.entries]
+        return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
     def save(self) -> None:
         data = {

@@ -67,7 +67,10 @@ def tune(
     asked["predictors"] = list(predictors)
     if isinstance(trace, Trace):
         asked |= {"model": trace.model.weights, "inputs": [each.digest for each in trace.inputs]}
-    path = _state_path(trace, asked) if state is None else Path(state)
+    if state is None and isinstance(trace, Trace):
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+        state = trace.directory / f"tune-{digest}.json"
+    path = None if state is None else Path(state)
     tuned = _read_state(path, asked) if path is not None and path.is_file() else {}
     try:
         for name in names:
@@ -128,13 +131,6 @@ def tune_head_settings(
     plain = replace(DEFAULT, local_blocks=0)  # as the original, whose users call this
     tuned = tune_layer(captures, l1=l1, l2=l2, base=plain, predictors=("mean",), backend=backend)
     return tuned.settings.recipe_with(tuned.settings.heads)
-
-
-def _state_path(trace: Trace | Captures, asked: dict[str, Any]) -> Path | None:
-    if not isinstance(trace, Trace):
-        return None
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-    return trace.directory / f"tune-{digest}.json"
 
 
 def _read_state(path: Path, asked: dict[str, Any]) -> dict[str, TunedLayer]:

@@ -19,7 +19,7 @@ from ...errors import Unsupported
 from ...geometry import MAX_HEAD_DIM
 from ...recipe import DEFAULT
 from ..site import SITE, Site, allowed_blocks
-from .masks import additive, in_full, make_mask, own_by_class, to_attention
+from .masks import make_mask, own_by_class, to_attention, to_own
 
 NAME = "sparge"
 EAGER, SDPA = "eager", "sdpa"
@@ -74,8 +74,19 @@ def attention_forward(
     reason, eager = _why_own(module, tensors, "" if recipe else site.left_out, dropout, kwargs)
     if reason:
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-        own = _own_function(module, site.own, reason, eager)
-        return _run_own(own, module, tensors, attention_mask, causal, site, reason, given)
+        function, is_eager = _own_function(module, site.own, reason, eager)
+        key, value, mask = to_own(attention_mask, query, key, value, causal, is_eager)
+        compiling = torch.compiler.is_compiling()
+        start = 0.0 if compiling else time.perf_counter()
+        result: tuple[Tensor, Tensor | None] = function(module, query, key, value, mask, **given)
+        if not compiling:
+            seconds = time.perf_counter() - start
+            # Without a mask the first query stands at the first key; with one, the last at the last.
+            at_start = attention_mask is None and query.shape[2] > 1
+            offset = 0 if at_start else key.shape[2] - query.shape[2]
+            blocks = allowed_blocks(query, key, is_causal=causal, offset=offset)
+            site.note_own(reason, seconds, blocks)
+        return result
     key, value, arguments = to_attention(attention_mask, query, key, value, causal)
     arguments |= {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     recipe = windowed if causal and not arguments["is_causal"] else recipe
@@ -129,11 +140,11 @@ def _why_own(
 
 def _own_function(
     module: nn.Module, own: OwnAttention | None, reason: str, eager: bool
-) -> tuple[str, Callable[..., Any]]:
-    """The name and the function of the attention that the model had before."""
+) -> tuple[Callable[..., Any], bool]:
+    """The attention that the model had before, and whether it is the eager one."""
     name = own.name if own else own_by_class(type(getattr(module, "config", None)))
     if not eager and name != EAGER:
-        return name, AttentionInterface()[name]
+        return AttentionInterface()[name], False
     # A graph cannot look for the function, but can read what was found at the start.
     function = (own and own.eager) or eager_function(module)
     if function is None:
@@ -142,35 +153,7 @@ def _own_function(
             {NAME: reason},
             "load the model with another attn_implementation",
         )
-    return EAGER, function
-
-
-def _run_own(
-    own: tuple[str, Callable[..., Any]],
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    causal: bool,
-    site: Site,
-    reason: str,
-    given: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """The attention that the model had before, with a mask as it expects one."""
-    (name, function), (query, key, value) = own, tensors
-    Lq = query.shape[2]
-    if mask is not None and mask.dim() == 2:
-        key, value = key[:, :, : mask.shape[1]], value[:, :, : mask.shape[1]]
-        mask = in_full(mask, Lq)
-    # Without a mask the first query stands at the first key; with one, the last at the last.
-    offset = 0 if mask is None and Lq > 1 else key.shape[2] - Lq
-    if name == EAGER:
-        mask = additive(mask, query, key, causal)
-    start = 0.0 if torch.compiler.is_compiling() else time.perf_counter()
-    out: tuple[Tensor, Tensor | None] = function(module, query, key, value, mask, **given)
-    if not torch.compiler.is_compiling():
-        blocks = allowed_blocks(query, key, is_causal=causal, offset=offset)
-        site.note_own(reason, time.perf_counter() - start, blocks)
-    return out
+    return function, True
 
 
 def eager_function(module: nn.Module) -> Callable[..., Any] | None:

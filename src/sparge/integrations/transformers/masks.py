@@ -168,21 +168,23 @@ def _hiding(mask: Tensor) -> Tensor:
     return mask.masked_fill(hidden, -torch.inf)
 
 
-def in_full(padding: Tensor, Lq: int) -> Tensor:
-    """The 4-D mask of a 2-D one; the queries are the last of its keys."""
-    full = padding[:, None, None, :]
-    Lk = padding.shape[1]
-    keys = torch.arange(Lk, device=padding.device)
-    return full & (keys <= keys[Lk - Lq :, None])
+def to_own(
+    mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, causal: bool, eager: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The keys, the values and the mask for the model's own attention, which takes it in full.
 
-
-def additive(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
-    """The mask for eager attention, which adds it and has no diagonal without one."""
-    Lq, Lk = query.shape[2], key.shape[2]
-    if mask is None and causal and Lq > 1:
-        rows = torch.arange(Lq, device=query.device)
-        mask = (torch.arange(Lk, device=query.device) <= rows[:, None])[None, None]
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    lowest = torch.finfo(query.dtype).min
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+    Eager attention adds its mask, and has no diagonal without one.
+    """
+    Lq = query.shape[2]
+    if mask is not None and mask.dim() == 2:  # the queries are the last of its keys
+        width = mask.shape[1]
+        key, value = key[:, :, :width], value[:, :, :width]
+        keys = torch.arange(width, device=mask.device)
+        mask = mask[:, None, None, :] & (keys <= keys[width - Lq :, None])
+    if eager and mask is None and causal and Lq > 1:
+        keys = torch.arange(max(Lq, key.shape[2]), device=query.device)
+        mask = (keys[: key.shape[2]] <= keys[:Lq, None])[None, None]
+    if eager and mask is not None and mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+    return key, value, mask
