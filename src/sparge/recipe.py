@@ -264,9 +264,7 @@ def _ranges(protect: Any) -> tuple[tuple[int, int | None], ...]:
         raise TypeError(f"{needed}; got {protect!r}")
     ranges = []
     for item in protect:
-        if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 2:
-            raise TypeError(f"{needed}; got {item!r}")
-        start, stop = item
+        start, stop = item if isinstance(item, Sequence) and len(item) == 2 else ("", "")
         if type(start) is not int or (stop is not None and type(stop) is not int):
             raise TypeError(f"{needed}, whole numbers or None as stop; got {item!r}")
         if stop is not None and (stop == 0 or ((start < 0) == (stop < 0) and stop <= start)):

@@ -76,10 +76,9 @@ def trace_model(
                         f"inputs must be longer than one token: no attention of "
                         f"{type(model).__name__} ran through sparge on input {i}"
                     )
-                step = (
-                    _arguments(given).get("timestep") if noise_levels is None else noise_levels[i]
-                )
-                level = None if step is None else float(torch.as_tensor(step).double().mean())
+                level = noise_levels[i] if noise_levels else _arguments(given).get("timestep")
+                if level is not None:
+                    level = float(torch.as_tensor(level, dtype=torch.float64).mean())
                 traced = TracedInput(digest, about[i] if about else "", level, files)
                 trace = replace(trace, inputs=(*trace.inputs, traced))
                 trace.save()

@@ -81,7 +81,7 @@ def attention_forward(
         result: tuple[Tensor, Tensor | None] = function(module, query, key, value, mask, **given)
         if not compiling:
             seconds = time.perf_counter() - start
-            # Without a mask the first query stands at the first key; with one, the last at the last.
+            # Without a mask the first query is at the first key; with one, the last at the last.
             at_start = attention_mask is None and query.shape[2] > 1
             offset = 0 if at_start else key.shape[2] - query.shape[2]
             blocks = allowed_blocks(query, key, is_causal=causal, offset=offset)
