@@ -150,11 +150,8 @@ class Recipe:
         )
         finite = "a finite number greater than 0"
         _check_numbers(self, "pv_skip", finite, lambda x: 0.0 < x < math.inf, none_is="off")
-        for name, low, high in (
-            ("sink_blocks", 0, None),
-            ("local_blocks", 0, None),
-            ("sample_rows", 1, 128),
-        ):
+        limits = {"sink_blocks": (0, None), "local_blocks": (0, None), "sample_rows": (1, 128)}
+        for name, (low, high) in limits.items():
             if name != "local_blocks" or self.local_blocks is not None:
                 object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
         object.__setattr__(self, "protect", _ranges(self.protect))

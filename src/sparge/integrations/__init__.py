@@ -75,16 +75,10 @@ def accelerate(
         recipes = dict.fromkeys(names, recipe)
     for old in replaced_handles(found):
         old.remove()
-    sites = {
-        name: Site(
-            name,
-            recipes.get(name),
-            backend=backend,
-            measure_error=measure_error,
-            left_out="its settings leave it dense" if name in recipes else "not among `layers`",
-        )
-        for name in found.modules
-    }
+    sites = {}
+    for name in found.modules:
+        why = "its settings leave it dense" if name in recipes else "not among `layers`"
+        sites[name] = Site(name, recipes.get(name), backend, measure_error, left_out=why)
     undo = adapter.attach(found, sites)
     return Handle(found, recipe if isinstance(recipe, Recipe) else None, sites, undo)
 

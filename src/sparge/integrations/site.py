@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -87,6 +87,7 @@ class _Tally:
         self.by_head[name] = [a + b for a, b in zip(sums, numbers, strict=True)]
 
 
+@dataclass(eq=False, repr=False)
 class Site:
     """The settings and counts of one attention module.
 
@@ -97,35 +98,29 @@ class Site:
     handle that is copied with it takes it over.
     """
 
-    def __init__(
-        self,
-        name: str,
-        recipe: Recipe | RecipeOf | None,
-        *,
-        backend: str = AUTO,
-        measure_error: bool = False,
-        left_out: str = "",
-    ) -> None:
-        self.name, self.recipe, self.backend = name, recipe, backend
-        self.measure_error, self.left_out = measure_error, left_out
-        self.own: Any = None
+    name: str
+    recipe: Recipe | RecipeOf | None
+    backend: str = AUTO
+    measure_error: bool = False
+    left_out: str = ""
+    own: Any = None
+
+    def __post_init__(self) -> None:
         self.holder: Callable[[], Any] = lambda: None
         self.tap: Tap | None = None
-        self.windowed = with_window(recipe) if isinstance(recipe, Recipe) else None
+        self.windowed = with_window(self.recipe) if isinstance(self.recipe, Recipe) else None
         # Two models may have layers of one name; a label belongs to one site.
-        self.label = f"{name}#{next(_numbers)}"
+        self.label = f"{self.name}#{next(_numbers)}"
         self._lock, self._tally, self._last = threading.Lock(), _Tally(), threading.local()
         # A compiled graph would keep the recipe of its first call.
         self._recipe_in_context = torch.compiler.disable(self._call_recipe)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("name", "recipe", "backend", "measure_error", "left_out", "own")
-        return {name: getattr(self, name) for name in kept}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = state.pop("own")
-        Site.__init__(self, **state)
-        self.own = own
+        vars(self).update(state)
+        self.__post_init__()
 
     def open(self, handle: object) -> None:
         """Count the runs of this site's label for a handle, until `close()`."""

@@ -95,22 +95,18 @@ def captures_of(
     mask = as_4d(facts.get("attn_mask"))
     if mask is not None and mask.shape[2] > 1:
         mask = mask[:, :, at]
-    made = []
-    for b in range(query.shape[0]):
-        own = None if mask is None else mask[b : b + 1] if mask.shape[0] > 1 else mask
-        made.append(
-            Capture(
-                query=query[b : b + 1, :, at].detach().clone(),
-                key=key[b : b + 1].detach().clone(),
-                value=value[b : b + 1].detach().clone(),
-                starts=tuple(rows.start for rows in chosen),
-                scale=float(query.shape[3] ** -0.5 if scale is None else scale),
-                is_causal=bool(facts.get("is_causal", False)),
-                offset=offset,
-                attn_mask=None if own is None else own.detach().clone(),
-            )
+    tensors = {"query": query[:, :, at], "key": key, "value": value, "attn_mask": mask}
+    given: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
+    return [
+        Capture(
+            **{name: x[b % len(x)][None].detach().clone() for name, x in given.items()},
+            starts=tuple(rows.start for rows in chosen),
+            scale=float(query.shape[3] ** -0.5 if scale is None else scale),
+            is_causal=bool(facts.get("is_causal", False)),
+            offset=offset,
         )
-    return made
+        for b in range(len(query))
+    ]
 
 
 @dataclass(frozen=True)

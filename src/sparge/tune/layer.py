@@ -102,14 +102,10 @@ class Runner:
             torch.stack([getattr(m, name) for m in each]).sum(0).tolist()
             for name in ("kept", "allowed", "pv_skips", "pv_groups")
         )
+        measured = zip(settings, error, kept, allowed, skips, groups, strict=True)
         return [
-            replace(
-                setting,
-                error=error[h],
-                density=kept[h] / max(allowed[h], 1),
-                pv_skipped=skips[h] / max(groups[h], 1),
-            )
-            for h, setting in enumerate(settings)
+            replace(setting, error=e, density=k / max(a, 1), pv_skipped=s / max(g, 1))
+            for setting, e, k, a, s, g in measured
         ]
 
 

@@ -148,7 +148,12 @@ def _completed(trace: Trace) -> Trace:
             f"{str(trace.directory)!r} holds a trace of something else ({'; '.join(differs)}); "
             "give another directory, or remove it"
         )
-    return replace(trace, inputs=tuple(each for each in old.inputs if old.is_whole(each)))
+    whole = []
+    for each in old.inputs:
+        files = [(trace.directory / entry["file"], entry["bytes"]) for entry in each.entries]
+        if all(file.is_file() and file.stat().st_size == size for file, size in files):
+            whole.append(each)
+    return replace(trace, inputs=tuple(whole))
 
 
 def _arguments(given: Inputs) -> dict[str, Any]:

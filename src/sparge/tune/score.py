@@ -150,10 +150,7 @@ def cut(x: Tensor, dim: int, block: int, *, fill: float = 0.0) -> Tensor:
 
 
 class LayerScorer:
-    """The heads of a layer on every input, held in memory as far as `MOST_BYTES` allows.
-
-    scored: how often the whole layer was scored.
-    """
+    """The heads of a layer on every input, held in memory as far as `MOST_BYTES` allows."""
 
     def __init__(self, scorers: Sequence[CaptureScorer]) -> None:
         self.scorers = scorers
@@ -167,6 +164,7 @@ class LayerScorer:
 
     @property
     def scored(self) -> int:
+        """How often the whole layer was scored."""
         return max(self._times)
 
     def head(self, h: int) -> list[ScoredHead]:

@@ -80,14 +80,8 @@ def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list
                 continue
             while levels and error <= levels[0]:
                 levels.pop(0)
-            ladder.append(
-                HeadSettings(
-                    mass=MASSES[i % len(MASSES)],
-                    min_similarity=similarities[i // len(MASSES)],
-                    error=error,
-                    density=float(density[i]),
-                )
-            )
+            mass, similarity = MASSES[i % len(MASSES)], similarities[i // len(MASSES)]
+            ladder.append(HeadSettings(mass, similarity, error=error, density=float(density[i])))
         if not levels:
             break
     return ladder
@@ -151,12 +145,8 @@ def find_pv_ladder(
         i = next((i for i, e in enumerate(errors.tolist()) if e <= level * l2), None)
         if i is None or not float(skipped[i]):
             break
-        one = replace(
-            setting,
-            pv_skip=PV_SKIPS[i],
-            error=float(errors[i]),
-            pv_skipped=float(skipped[i]) / groups,
-        )
+        share = float(skipped[i]) / groups
+        one = replace(setting, pv_skip=PV_SKIPS[i], error=float(errors[i]), pv_skipped=share)
         if one not in ladder:
             ladder.append(one)
     return ladder

@@ -98,11 +98,6 @@ class Trace:
             for entry in each.files.get(layer, ())
         ]
 
-    def is_whole(self, each: TracedInput) -> bool:
-        """Whether every file of an input is there, with its size."""
-        files = [(self.directory / entry["file"], entry["bytes"]) for entry in each.entries]
-        return all(file.is_file() and file.stat().st_size == size for file, size in files)
-
     def save(self) -> None:
         data = {
             "format": FORMAT,
