@@ -29,6 +29,7 @@ FAMILY = "sparge.profile"
 FORMAT = f"{FAMILY}/2"
 READS = (f"{FAMILY}/1", FORMAT)
 """Format 1 has no noise bands, and is otherwise the same."""
+Heads = slice | Iterable[int] | None
 RECIPE_FIELDS = ("predictor", "precision", "sink_blocks", "local_blocks", "sample_rows", "protect")
 _HEAD_LIMITS: dict[str, dict[str, Any]] = {
     "mass": {"above": 0, "most": 1},
@@ -70,10 +71,9 @@ class HeadSettings:
         fields = Fields(data, where, ("head", "dense", *cls.__dataclass_fields__), what="head")
         if fields.number("head", whole=True) != head:
             raise ValueError(f"{where}: heads must be listed as 0, 1, 2, …; got {data['head']}")
-        if data.get("dense", True) is not True:
-            raise ValueError(f"{fields.place('dense')} must be true or left out")
-        if ("dense" in data) == ("mass" in data):
-            raise ValueError(f"{where}: head {head} must have either a mass or dense, not both")
+        if data.get("dense", True) is not True or ("dense" in data) == ("mass" in data):
+            needed = "dense must be true, in the place of a mass; a head has one of them, not both"
+            raise ValueError(f"{where}: {needed}")
         error = fields.number("error", least=0, null=True)
         given = {n: fields.number(n, **limits) for n, limits in _HEAD_LIMITS.items() if n in data}
         return cls(error=math.inf if error is None else error, **given)
@@ -239,11 +239,7 @@ class Profile:
         return sum(tuned) / len(tuned) if tuned else 1.0
 
     def recipe_for(
-        self,
-        layer_name: str,
-        heads: slice | Iterable[int] | None = None,
-        *,
-        noise: float | None = None,
+        self, layer_name: str, heads: Heads = None, *, noise: float | None = None
     ) -> Recipe | None:
         """The recipe of a layer by its whole name; None where it stays dense.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,8 @@ def attention_forward(
     site: Site = getattr(module, SITE, _ANYWHERE)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     recipe, windowed = site.recipes()
-    tensors = (query, key, value)
-    reason, eager = _why_own(module, tensors, "" if recipe else site.left_out, dropout, kwargs)
+    left_out = "" if recipe else site.left_out
+    reason, eager = _why_own(module, (query, key, value), left_out, dropout, kwargs)
     if reason:
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         function, is_eager = _own_function(module, site.own, reason, eager)
@@ -101,11 +101,7 @@ def attention_forward(
 
 
 def _why_own(
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    left_out: str,
-    dropout: float,
-    kwargs: dict[str, Any],
+    module: nn.Module, qkv: Sequence[Tensor], left_out: str, dropout: float, kwargs: dict[str, Any]
 ) -> tuple[str, bool]:
     """Why the model's own attention must run ("" if it need not), and whether it must be eager."""
     eager = any(kwargs.get(name) is not None for name in _EAGER_ONLY)
@@ -122,13 +118,13 @@ def _why_own(
     config = getattr(module, "config", None)
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return "output_attentions: sparge never makes the attention weights", True
-    head_dim = max(x.shape[3] for x in tensors)
+    head_dim = max(x.shape[3] for x in qkv)
     for holds, why in (
         (left_out, left_out),
         (dropout > 0.0, f"dropout {dropout}: sparge has none"),
-        (tensors[0].shape[2] == 1, "one query (decode): dense attention is faster"),
+        (qkv[0].shape[2] == 1, "one query (decode): dense attention is faster"),
         (
-            torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+            torch.is_grad_enabled() and any(x.requires_grad for x in qkv),
             "a gradient is wanted: torch's own is faster; sparge runs under no_grad",
         ),
         (head_dim > MAX_HEAD_DIM, f"head dim {head_dim} is over {MAX_HEAD_DIM}"),
