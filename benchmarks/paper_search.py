@@ -21,7 +21,7 @@ from sparge.profile import Profile
 from sparge.recipe import DEFAULT, KeepMass, Recipe
 from sparge.report.table import Column, Table, error, share
 from sparge.tune import Capture, Trace, tune
-from sparge.tune.captured_run import backend_for, exact_output, run_captured
+from sparge.tune.capture import backend_for, exact_output, run_captured
 
 SLACK = 1.15
 """Factor on the bound for held-out text."""

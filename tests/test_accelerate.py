@@ -163,7 +163,11 @@ REFUSED = {
     "no names at all": ({"layers": 3}, TypeError, "layers must be names"),
     "heads": ({"recipe": ANOTHER_HEAD_COUNT}, ValueError, r"layers\.0\.self_attn.*3 numbers for 4"),
     "recipe": ({"recipe": {"keep": "all"}}, TypeError, "recipe must be a sparge.Recipe"),
-    "backend": ({"backend": "gpu9"}, ValueError, "unknown backend 'gpu9'; there are auto, dense"),
+    "backend": (
+        {"backend": "gpu9"},
+        ValueError,
+        "backend must be one of auto.*got 'gpu9'",
+    ),
     "both": ({"recipe": tiny.SAME, "profile": "p.json"}, ValueError, "a recipe or a profile"),
 }
 

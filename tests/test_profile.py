@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -316,3 +317,9 @@ def test_a_fingerprint_names_every_difference():
         "heads is 8, not 4",
         "layers is None, not 2",
     ]
+
+
+def test_calibration_may_hold_what_looks_like_a_head():
+    calibration = {"a": {"head": "{}\n}"}, '{\n "head": 0\n}': {"head": 1}}
+    profile = replace(profile_of(Model()), calibration=calibration)
+    assert json.loads(profile.to_json())["calibration"] == calibration

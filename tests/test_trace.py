@@ -9,7 +9,7 @@ import torch
 
 from sparge.tune import Trace, model_tracer, trace_model, tune
 from sparge.tune import trace_directory as trace_module
-from sparge.tune.captured_run import exact_output
+from sparge.tune.capture import exact_output
 from tiny_llama import tiny_llama, token_inputs
 
 pytest.importorskip("transformers")

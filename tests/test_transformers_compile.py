@@ -79,7 +79,7 @@ def test_the_name_alone_compiles():
     call = prefill(model, ids, mask)
     want = call(model)
     model.set_attn_implementation("sparge")
-    sparge.integrations.transformers.masks._styles.clear()
+    sparge.integrations.transformers.masks._models_of.cache_clear()
     torch.testing.assert_close(call(graph(model))[mask.bool()], want[mask.bool()], **CLOSE)
 
 

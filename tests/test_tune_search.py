@@ -11,8 +11,7 @@ from sparge import KeepMass, Recipe
 from sparge.profile import HeadSettings
 from sparge.synthetic import structured_qkv
 from sparge.tune import score, search
-from sparge.tune.capture import captures_of, sampled_blocks
-from sparge.tune.captured_run import backend_for, exact_output, run_captured
+from sparge.tune.capture import backend_for, captures_of, exact_output, run_captured
 from sparge.tune.layer import Runner, tune_layer
 from sparge.tune.score import CaptureScorer, LayerScorer
 from sparge.tune.search import find_ladder, find_pv_ladder, kept_sets
@@ -42,7 +41,9 @@ def layer_scorer(captures, recipe=EXACT):
     ],
 )
 def test_blocks_are_spread_and_the_last_is_among_them(Lq, blocks, chosen):
-    assert sampled_blocks(Lq, blocks) == chosen
+    q = torch.zeros(1, 1, Lq, 8)
+    (capture,) = captures_of(q, q, q, {}, blocks=blocks)
+    assert capture.starts == tuple(128 * i for i in chosen)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -102,8 +103,7 @@ def test_sets_are_those_of_the_planner(predictor, is_causal):
     masses = [0.3, 0.7, 0.9, 0.97]
     scored, differ, blocks = layer_scorer([capture], recipe), 0, 0
     for h in range(2):
-        prediction = scored.head(h)[0].prediction
-        made = kept_sets(prediction, predictor, similarities, torch.tensor(masses).double())
+        made = kept_sets(scored.head(h)[0], predictor, similarities, torch.tensor(masses).double())
         for i, similarity in enumerate(similarities):
             for j, mass in enumerate(masses):
                 own = Recipe(KeepMass(mass), predictor, similarity, precision="exact")
@@ -166,7 +166,7 @@ def test_the_emulated_filter_skips_what_the_kernel_skips(thin):
     setting = HeadSettings(mass=0.98)
     for h in range(2):
         scored = [scorer.score(h, thin)]
-        kept = kept_sets(scored[0].prediction, "mean", [None], torch.tensor([0.98]).double())
+        kept = kept_sets(scored[0], "mean", [None], torch.tensor([0.98]).double())
         seen = set()
         for pv_skip in (0.25, 1.0, 3.0, 8.0):
             both = [HeadSettings(mass=0.98, pv_skip=pv_skip)] * 2

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
@@ -28,7 +29,15 @@ FAMILY = "sparge.profile"
 FORMAT = f"{FAMILY}/2"
 READS = (f"{FAMILY}/1", FORMAT)
 """Format 1 has no noise bands, and is otherwise the same."""
+Heads = slice | Iterable[int] | None
 RECIPE_FIELDS = ("predictor", "precision", "sink_blocks", "local_blocks", "sample_rows", "protect")
+_HEAD_LIMITS: dict[str, dict[str, Any]] = {
+    "mass": {"above": 0, "most": 1},
+    "min_similarity": {"least": -1, "most": 1, "null": True},
+    "pv_skip": {"above": 0, "null": True},
+    "density": {"least": 0, "most": 1},
+    "pv_skipped": {"least": 0, "most": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -55,28 +64,19 @@ class HeadSettings:
         error = self.error if math.isfinite(self.error) else None
         if self.is_dense:
             return {"head": head, "dense": True, "error": error}
-        names = ("mass", "min_similarity", "pv_skip", "density", "pv_skipped")
-        return {"head": head, **{name: getattr(self, name) for name in names}, "error": error}
+        return {"head": head, **{n: getattr(self, n) for n in _HEAD_LIMITS}, "error": error}
 
     @classmethod
     def from_dict(cls, data: Any, head: int, where: str) -> HeadSettings:
-        names = ("head", "dense", *cls.__dataclass_fields__)
-        fields = Fields(data, where, names, what="head")
+        fields = Fields(data, where, ("head", "dense", *cls.__dataclass_fields__), what="head")
         if fields.number("head", whole=True) != head:
             raise ValueError(f"{where}: heads must be listed as 0, 1, 2, …; got {data['head']}")
-        if data.get("dense", True) is not True:
-            raise ValueError(f"{fields.place('dense')} must be true or left out")
-        if ("dense" in data) == ("mass" in data):
-            raise ValueError(f"{where}: head {head} must have either a mass or dense, not both")
+        if data.get("dense", True) is not True or ("dense" in data) == ("mass" in data):
+            needed = "dense must be true, in the place of a mass; a head has one of them, not both"
+            raise ValueError(f"{where}: {needed}")
         error = fields.number("error", least=0, null=True)
-        return cls(
-            mass=fields.number("mass", 1.0, above=0, most=1),
-            min_similarity=fields.number("min_similarity", None, least=-1, most=1, null=True),
-            pv_skip=fields.number("pv_skip", None, above=0, null=True),
-            density=fields.number("density", 1.0, least=0, most=1),
-            pv_skipped=fields.number("pv_skipped", 0.0, least=0, most=1),
-            error=math.inf if error is None else error,
-        )
+        given = {n: fields.number(n, **limits) for n, limits in _HEAD_LIMITS.items() if n in data}
+        return cls(error=math.inf if error is None else error, **given)
 
 
 @dataclass(frozen=True)
@@ -134,17 +134,16 @@ class LayerSettings:
                 return band
         return self
 
-    def recipe(self, heads: Iterable[int] | None = None) -> Recipe | None:
-        """The recipe of these heads, in their order; None where all of them are dense."""
-        chosen = self.heads if heads is None else [self.heads[h] for h in heads]
-        return None if all(head.is_dense for head in chosen) else self.recipe_with(chosen)
+    def recipe(self) -> Recipe | None:
+        """The recipe of all heads; None where every one of them is dense."""
+        return None if all(head.is_dense for head in self.heads) else self.recipe_with(self.heads)
 
-    def recipe_with(self, chosen: Sequence[HeadSettings]) -> Recipe:
+    def recipe_with(self, heads: Sequence[HeadSettings]) -> Recipe:
         """A recipe of this layer's fields with one setting per head."""
-        similarity = tuple(head.min_similarity for head in chosen)
-        pv_skip = tuple(head.pv_skip for head in chosen)
+        similarity = tuple(head.min_similarity for head in heads)
+        pv_skip = tuple(head.pv_skip for head in heads)
         return Recipe(
-            keep=KeepMass(tuple(head.mass for head in chosen)),
+            keep=KeepMass(tuple(head.mass for head in heads)),
             min_similarity=None if set(similarity) == {None} else similarity,
             pv_skip=None if set(pv_skip) == {None} else pv_skip,
             **_recipe_values(vars(self)),
@@ -161,21 +160,22 @@ class LayerSettings:
     @classmethod
     def from_dict(cls, data: Any, where: str = "layer") -> LayerSettings:
         fields = Fields(data, where, tuple(cls.__dataclass_fields__), what="layer")
-        lines, bands = fields.get("heads", list), fields.get("bands", list, [])
-        values: dict[str, Any] = {
-            name: fields.number(name, least=least, whole=True)
-            for name, least in (("sample_rows", 1), ("inputs", 0), ("rows", 0))
-            if name in data
-        }
-        heads = [HeadSettings.from_dict(x, h, f"{where}.heads[{h}]") for h, x in enumerate(lines)]
-        within = [cls.from_dict(x, f"{where}.bands[{i}]") for i, x in enumerate(bands)]
+        heads = [
+            HeadSettings.from_dict(head, h, f"{where}.heads[{h}]")
+            for h, head in enumerate(fields.get("heads", list))
+        ]
+        bands = [
+            cls.from_dict(band, f"{where}.bands[{i}]")
+            for i, band in enumerate(fields.get("bands", list, []))
+        ]
+        values: dict[str, Any] = {"heads": tuple(heads), "bands": tuple(bands)}
+        counts = [name for name in ("sample_rows", "inputs", "rows") if name in data]
+        values |= {name: fields.number(name, least=0, whole=True) for name in counts}
+        if "noise" in data:
+            values["noise"] = tuple(fields.get("noise", list))
         try:
-            given = _recipe_values(data)
-            checked = Recipe(**given)
-            values |= {name: getattr(checked, name) for name in given}
-            if "noise" in data:
-                values["noise"] = tuple(fields.get("noise", list))
-            layer = cls(heads=tuple(heads), bands=tuple(within), **values)
+            recipe = Recipe(**_recipe_values(data))
+            layer = cls(**{n: getattr(recipe, n) for n in RECIPE_FIELDS if n in data} | values)
             layer.recipe()  # checks the heads and the fields together
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {error}") from None
@@ -239,11 +239,7 @@ class Profile:
         return sum(tuned) / len(tuned) if tuned else 1.0
 
     def recipe_for(
-        self,
-        layer_name: str,
-        heads: slice | Iterable[int] | None = None,
-        *,
-        noise: float | None = None,
+        self, layer_name: str, heads: Heads = None, *, noise: float | None = None
     ) -> Recipe | None:
         """The recipe of a layer by its whole name; None where it stays dense.
 
@@ -255,21 +251,18 @@ class Profile:
         if layer is None:
             near = get_close_matches(layer_name, self.layers, n=1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise ValueError(
-                f"the profile has no layer {layer_name!r}, and names must match exactly{hint}"
-            )
+            raise ValueError(f"layer_name must match exactly, got {layer_name!r}{hint}")
         layer = layer.at_noise(noise)
         if not layer.heads:
             return self.default
-        if heads is None:
-            return layer.recipe()
         n = len(layer.heads)
+        heads = slice(None) if heads is None else heads
         chosen = list(range(*heads.indices(n))) if isinstance(heads, slice) else list(heads)
         if not chosen or not all(0 <= h < n for h in chosen):
             raise ValueError(
                 f"heads must be some of the {n} heads of {layer_name}, 0 to {n - 1}; got {heads!r}"
             )
-        return layer.recipe(chosen)
+        return replace(layer, heads=tuple(layer.heads[h] for h in chosen)).recipe()
 
     def mismatches(self, model: nn.Module) -> list[str]:
         """Why this profile does not fit a model, one sentence each; empty where it fits."""
@@ -294,15 +287,12 @@ class Profile:
         warnings.warn(f"{message}; used anyway because of force=True", stacklevel=2)
 
     def to_dict(self) -> dict[str, Any]:
-        model: dict[str, Any] = {"name": self.name} if self.name else {}
-        model["architecture"] = self.model.architecture
-        model |= {"shapes": dict(self.model.shapes), "weights": self.model.weights}
         return {
             "format": FORMAT,
             "sparge": self.version,
             "date": self.date,
             "machine": self.machine,
-            "model": model,
+            "model": ({"name": self.name} if self.name else {}) | asdict(self.model),
             "bounds": {"l1": self.bounds[0], "l2": self.bounds[1]},
             "calibration": dict(self.calibration),
             "default": self.default.to_dict(),
@@ -311,13 +301,16 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: Any) -> Profile:
-        if isinstance(data, Mapping) and data.get("format") not in READS:
-            raise ValueError(_other_format(data.get("format")))
+        if isinstance(data, Mapping) and (came := data.get("format")) not in READS:
+            other_version = isinstance(came, str) and came.startswith(f"{FAMILY}/")
+            way_out = "upgrade sparge, or tune again" if other_version else "sparge tune writes one"
+            raise ValueError(
+                f"its format is {came!r}, and this sparge reads {' and '.join(READS)}; {way_out}"
+            )
         names = ("format", "sparge", "date", "machine", "model", "bounds", "calibration")
         fields = Fields(data, "", (*names, "default", "layers"), what="the profile")
         bounds = Fields(fields.get("bounds"), "bounds", ("l1", "l2"), what="bounds")
         model = fields.get("model", dict)
-        layers = fields.get("layers", dict)
         try:
             default = Recipe.from_dict(fields.get("default"))
         except (ValueError, TypeError) as error:
@@ -325,7 +318,7 @@ class Profile:
         return cls(
             layers={
                 name: LayerSettings.from_dict(layer, where=f"layers[{name!r}]")
-                for name, layer in layers.items()
+                for name, layer in fields.get("layers", dict).items()
             },
             model=Fingerprint.from_dict(model),
             bounds=(bounds.number("l1", above=0), bounds.number("l2", above=0, null=True)),
@@ -339,20 +332,10 @@ class Profile:
 
     def to_json(self) -> str:
         """Stable order, one head on a line: files can be compared with any diff."""
-        heads: list[str] = []
-
-        def mark(data: Any) -> Any:
-            if isinstance(data, dict) and "head" in data:
-                heads.append(json.dumps(data, allow_nan=False))
-                return f"\0{len(heads) - 1}"
-            if isinstance(data, dict):
-                return {key: mark(value) for key, value in data.items()}
-            return [mark(item) for item in data] if isinstance(data, list) else data
-
-        text = json.dumps(mark(self.to_dict()), indent=1, ensure_ascii=False, allow_nan=False)
-        for i, line in enumerate(heads):
-            text = text.replace(f'"\\u0000{i}"', line, 1)
-        return text + "\n"
+        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        # Nothing inside a string matches: quotes and line breaks are escaped there.
+        heads = r'{\s+"head": [^{}]*\n *}'
+        return re.sub(heads, lambda head: json.dumps(json.loads(head[0])), text) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         replace_file(path, self.to_json().encode())
@@ -364,12 +347,3 @@ class Profile:
             return cls.from_dict(parse_json(read_json_text(path), "it is damaged: the file"))
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)} is not a usable profile: {error}") from None
-
-
-def _other_format(came: Any) -> str:
-    if isinstance(came, str) and came.startswith(f"{FAMILY}/"):
-        return (
-            f"its format is {came!r} and this sparge reads {' and '.join(READS)}; another version "
-            "wrote it: upgrade sparge, or tune again"
-        )
-    return f"its format is {came!r}, needed is {FORMAT!r}; sparge tune writes one"

@@ -11,7 +11,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -27,52 +27,39 @@ PerHead = float | tuple[float, ...]
 PerHeadOrOff = float | tuple[float | None, ...] | None
 
 
-def _numbers(value: Any, what: str) -> Any:
-    """A float, or a tuple of floats for one per head; None inside stays None."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, set | frozenset | Mapping):
-        raise TypeError(
-            f"{what} must be a number or one per head in order, got a {type(value).__name__}"
-        )
-    if not isinstance(value, Iterable) or isinstance(value, str):
-        return _number(value, what)
-    items = tuple(x.tolist() if hasattr(x, "tolist") else x for x in value)
-    if not items or any(isinstance(x, Iterable) and not isinstance(x, str) for x in items):
-        raise ValueError(
-            f"{what} must be a number or a flat list, one per head; got {short(items)}"
-        )
-    return tuple(_number(item, what) for item in items)
-
-
-def _number(value: Any, what: str) -> float | None:
-    if value is None:
-        return None
-    needed = f"{what} must be a number or one number per head"
-    if isinstance(value, bool | str):
-        raise TypeError(f"{needed}, got {value!r}")
+def _numbers(value: Any, name: str) -> Any:
+    """A float, or a tuple of floats for one per head; None stays None."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Iterable) and not isinstance(value, str | set | frozenset | Mapping):
+        items = tuple(x.tolist() if hasattr(x, "tolist") else x for x in value)
+        if not items or any(isinstance(x, Iterable) and not isinstance(x, str) for x in items):
+            needed = "must be a number or a flat list, one per head"
+            raise ValueError(f"{name} {needed}; got {short(items)}")
+        return tuple(_numbers(item, name) for item in items)
+    if value is None or type(value) is float:
+        return value
     try:
-        return float(value)
+        if not isinstance(value, bool | str):
+            return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError):
-        raise TypeError(f"{needed}, got {type(value).__name__}") from None
+        pass
+    came = f"{type(value).__name__} {short(value)}"
+    raise TypeError(f"{name} must be a number or one number per head in order, got {came}")
 
 
-def _check_each(value: Any, what: str, needed: str, ok: Any, *, none_is: str = "") -> Any:
-    value = _numbers(value, what)
+def _check_numbers(
+    owner: Any, name: str, needed: str, fits: Callable[[float], bool], *, none_is: str = ""
+) -> None:
+    """Make a field of a frozen value a float, or a tuple of one per head, each of them checked."""
+    value = _numbers(getattr(owner, name), name)
     for number in value if isinstance(value, tuple) else (value,):
-        if number is None:
-            if not none_is:
-                raise ValueError(f"{what} must be {needed}, got None")
-        elif math.isnan(number) or not ok(number):
+        allowed = bool(none_is) if number is None else fits(number)
+        if not allowed:
             way_out = f"; None means {none_is}" if none_is else ""
-            raise ValueError(f"{what} must be {needed}, got {number}{way_out}")
-    return value
-
-
-def _in_unit(number: float) -> bool:
-    return 0.0 < number <= 1.0
+            raise ValueError(f"{name} must be {needed}, got {number}{way_out}")
+    object.__setattr__(owner, name, value)
 
 
 @dataclass(frozen=True)
@@ -82,8 +69,7 @@ class KeepMass:
     mass: PerHead = 0.98
 
     def __post_init__(self) -> None:
-        mass = _check_each(self.mass, "KeepMass mass", "in (0, 1]", _in_unit)
-        object.__setattr__(self, "mass", mass)
+        _check_numbers(self, "mass", "in (0, 1]", lambda mass: 0.0 < mass <= 1.0)
 
 
 @dataclass(frozen=True)
@@ -93,8 +79,7 @@ class KeepFraction:
     fraction: PerHead = 0.5
 
     def __post_init__(self) -> None:
-        fraction = _check_each(self.fraction, "KeepFraction fraction", "in (0, 1]", _in_unit)
-        object.__setattr__(self, "fraction", fraction)
+        _check_numbers(self, "fraction", "in (0, 1]", lambda fraction: 0.0 < fraction <= 1.0)
 
 
 @dataclass(frozen=True)
@@ -108,13 +93,8 @@ class KeepError:
     max_error: PerHead = 0.05
 
     def __post_init__(self) -> None:
-        max_error = _check_each(
-            self.max_error,
-            "KeepError max_error",
-            "greater than 0 and less than 1 (for no error at all there is KeepAll())",
-            lambda error: 0.0 < error < 1.0,
-        )
-        object.__setattr__(self, "max_error", max_error)
+        needed = "greater than 0 and less than 1 (for no error at all there is KeepAll())"
+        _check_numbers(self, "max_error", needed, lambda error: 0.0 < error < 1.0)
 
 
 @dataclass(frozen=True)
@@ -161,64 +141,44 @@ class Recipe:
                 f"keep must be KeepMass, KeepFraction, KeepError or KeepAll, got {self.keep!r}; "
                 "for a number write KeepMass(number)"
             )
-        _one_of("predictor", self.predictor, PREDICTORS)
-        _one_of("precision", self.precision, PRECISIONS)
-        similarity = _check_each(
-            self.min_similarity,
-            "min_similarity",
-            "in [-1, 1]",
-            lambda s: -1.0 <= s <= 1.0,
-            none_is="no judge",
+        for name, known in (("predictor", PREDICTORS), ("precision", PRECISIONS)):
+            if (value := getattr(self, name)) not in known:
+                names = ", ".join(map(repr, known))
+                raise ValueError(f"{name} must be one of {names}; got {value!r}")
+        _check_numbers(
+            self, "min_similarity", "in [-1, 1]", lambda s: -1.0 <= s <= 1.0, none_is="no judge"
         )
-        pv_skip = _check_each(
-            self.pv_skip,
-            "pv_skip",
-            "a finite number greater than 0",
-            lambda x: 0.0 < x < math.inf,
-            none_is="off",
-        )
-        for name, low, high in (
-            ("sink_blocks", 0, None),
-            ("local_blocks", 0, None),
-            ("sample_rows", 1, 128),
-        ):
+        finite = "a finite number greater than 0"
+        _check_numbers(self, "pv_skip", finite, lambda x: 0.0 < x < math.inf, none_is="off")
+        limits = {"sink_blocks": (0, None), "local_blocks": (0, None), "sample_rows": (1, 128)}
+        for name, (low, high) in limits.items():
             if name != "local_blocks" or self.local_blocks is not None:
                 object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
-        object.__setattr__(self, "min_similarity", similarity)
-        object.__setattr__(self, "pv_skip", pv_skip)
         object.__setattr__(self, "protect", _ranges(self.protect))
-        self._refuse_idle_fields()
+        self._refuse_unused_fields()
         # Kept ready, because a compiled graph can read a string but not make JSON.
-        object.__setattr__(self, "_json", json.dumps(self.to_dict()))
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        text = json.dumps({**data, "keep": _keep_to_dict(self.keep)})
+        object.__setattr__(self, "_json", text)
 
-    def _refuse_idle_fields(self) -> None:
+    def _refuse_unused_fields(self) -> None:
         """Refuse a field that nothing in this recipe reads."""
-        mean, everything = self.predictor == "mean", isinstance(self.keep, KeepAll)
         if isinstance(self.keep, KeepError) and self.predictor != "blend":
             raise ValueError(
                 f"predictor must be 'blend' with KeepError, got {self.predictor!r}; leave "
                 "predictor out, or use KeepMass"
             )
-        for name, default in (
-            ("predictor", "blend"),
-            ("min_similarity", None),
-            ("sample_rows", SAMPLE_ROWS),
-        ):
-            if everything and getattr(self, name) != default:
-                raise ValueError(
-                    f"{name} must be left out with KeepAll, which predicts nothing; got "
-                    f"{getattr(self, name)!r}"
-                )
-        if self.min_similarity is not None and not mean:
-            raise ValueError(
-                f"min_similarity judges pooled tokens and predictor {self.predictor!r} has no "
-                "judge; use predictor='mean' or leave min_similarity=None"
-            )
-        if self.sample_rows != SAMPLE_ROWS and mean:
-            raise ValueError(
-                f"sample_rows must be left out with predictor 'mean', which samples no rows; got "
-                f"{self.sample_rows}; use predictor='blend' or 'rows'"
-            )
+        unused, why = ["min_similarity"], f"predictor {self.predictor!r}, which has no judge"
+        way_out = "; use predictor='mean' or leave min_similarity=None"
+        if isinstance(self.keep, KeepAll):
+            unused = ["predictor", "min_similarity", "sample_rows"]
+            why, way_out = "KeepAll, which predicts nothing", ""
+        elif self.predictor == "mean":
+            unused, why = ["sample_rows"], "predictor 'mean', which samples no rows"
+            way_out = "; use predictor='blend' or 'rows'"
+        for name in unused:
+            if (value := getattr(self, name)) != getattr(Recipe, name):
+                raise ValueError(f"{name} must be left out with {why}; got {value!r}{way_out}")
 
     def window(self, is_causal: bool) -> int:
         """`local_blocks` as a number."""
@@ -235,10 +195,8 @@ class Recipe:
 
         def cut(value: Any) -> Any:
             if isinstance(value, tuple) and stop > len(value):
-                raise ValueError(
-                    f"stop must be at most {len(value)}, the number of heads in this recipe; got "
-                    f"{stop}"
-                )
+                most = f"{len(value)}, the number of heads in this recipe"
+                raise ValueError(f"stop must be at most {most}; got {stop}")
             return value[start:stop] if isinstance(value, tuple) else value
 
         keep = replace(self.keep, **{name: cut(value) for name, value in vars(self.keep).items()})
@@ -250,11 +208,7 @@ class Recipe:
         return self.precision in QUANTIZED
 
     def to_dict(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"keep": _keep_to_dict(self.keep)}
-        for field in fields(self):
-            if field.name != "keep":
-                out[field.name] = _plain(getattr(self, field.name))
-        return out
+        return cast(dict[str, Any], json.loads(self.to_json()))
 
     def to_json(self) -> str:
         return cast(str, self._json)  # type: ignore[attr-defined]
@@ -263,14 +217,11 @@ class Recipe:
     def from_dict(cls, data: dict[str, Any]) -> Recipe:
         if not isinstance(data, dict):
             raise TypeError(f"a recipe is a JSON object, got {type(data).__name__}")
-        unknown = sorted(set(data) - {field.name for field in fields(cls)})
-        if unknown:
-            known = ", ".join(field.name for field in fields(cls))
-            raise ValueError(f"unknown recipe fields {unknown}; known are {known}")
-        values = dict(data)
-        if "keep" in values:
-            values["keep"] = _keep_from_dict(values["keep"])
-        return cls(**values)
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(data) - set(known)):
+            raise ValueError(f"unknown recipe fields {unknown}; known are {', '.join(known)}")
+        keep = {"keep": _keep_from_dict(data["keep"])} if "keep" in data else {}
+        return cls(**{**data, **keep})
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
@@ -294,11 +245,6 @@ def heads_of(value: PerHeadOrOff, Hq: int, *, none: float = 1.0) -> list[float]:
     return [none if number is None else number for number in each]
 
 
-def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
-
-
 def _whole(name: str, value: Any, low: int, high: int | None) -> int:
     needed = f"a whole number of at least {low}" + ("" if high is None else f", at most {high}")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -315,12 +261,9 @@ def _ranges(protect: Any) -> tuple[tuple[int, int | None], ...]:
         raise TypeError(f"{needed}; got {protect!r}")
     ranges = []
     for item in protect:
-        if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 2:
-            raise TypeError(f"{needed}; got {item!r}")
-        start, stop = item
-        for end in (start,) if stop is None else (start, stop):
-            if isinstance(end, bool) or not isinstance(end, int):
-                raise TypeError(f"{needed}, whole numbers or None as stop; got {item!r}")
+        start, stop = item if isinstance(item, Sequence) and len(item) == 2 else ("", "")
+        if type(start) is not int or (stop is not None and type(stop) is not int):
+            raise TypeError(f"{needed}, whole numbers or None as stop; got {item!r}")
         if stop is not None and (stop == 0 or ((start < 0) == (stop < 0) and stop <= start)):
             raise ValueError(
                 f"a protected range must not be empty, got {item!r}; {needed}, "
@@ -330,15 +273,11 @@ def _ranges(protect: Any) -> tuple[tuple[int, int | None], ...]:
     return tuple(ranges)
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
 def _keep_to_dict(keep: Keep) -> Any:
     for name, kind in _KEEPS.items():
         if isinstance(keep, kind):
             (value,) = vars(keep).values()
-            return {name: _plain(value)}
+            return {name: value}
     return "all"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,10 +67,11 @@ def find_adapter(model: Any) -> tuple[Adapter, Found]:
             "attention itself call sparge.attention"
         )
     reasons = {}
-    for name, adapter in _adapters():
-        if adapter is None:
+    for name in (*_registered, *_BUILT_IN):
+        if name not in _registered and sys.modules.get(name) is None:
             reasons[name] = f"{name} is not imported, so this is none of its models"
             continue
+        adapter = _registered.get(name) or importlib.import_module(_BUILT_IN[name]).ADAPTER
         found = adapter.find(model)
         if isinstance(found, Found):
             return adapter, found
@@ -80,10 +81,3 @@ def find_adapter(model: Any) -> tuple[Adapter, Found]:
         reasons,
         "call sparge.attention from the model's own code, or register an adapter for it",
     )
-
-
-def _adapters() -> Iterator[tuple[str, Adapter | None]]:
-    yield from _registered.items()
-    for name, module in _BUILT_IN.items():
-        imported = sys.modules.get(name) is not None
-        yield name, importlib.import_module(module).ADAPTER if imported else None

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
-
 from ..recipe import Recipe
 from .adapters import Found
-from .context import Context, inside
 from .report import Report
-from .site import SITE, Site, Tap, site_of
+from .site import SITE, Context, Site, Tap, inside, site_of
 
 _HANDLE = "_sparge_handle"
-_numbers = itertools.count()
 
 
 class Handle:
@@ -27,11 +21,7 @@ class Handle:
     """
 
     def __init__(
-        self,
-        found: Found,
-        recipe: Recipe | None,
-        sites: dict[str, Site],
-        undo: Callable[[], None],
+        self, found: Found, recipe: Recipe | None, sites: dict[str, Site], undo: Callable[[], None]
     ) -> None:
         self.model, self.recipe, self.left_alone = found.model, recipe, dict(found.left_alone)
         self._sites = [(found.modules[name], site) for name, site in sites.items()]
@@ -39,18 +29,13 @@ class Handle:
         self.active = True
         for module, site in self._sites:
             setattr(module, SITE, site)
-            site.open()
-        self._hold()
+            site.open(self)
         setattr(self.model, _HANDLE, self)  # it lives as long as the model
-
-    def _hold(self) -> None:
-        self._number = next(_numbers)
-        for _, site in self._sites:
-            site.holder, site.handle_number = weakref.ref(self), self._number
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._hold()
+        for _, site in self._sites if self.active else ():
+            site.open(self)
 
     def context(
         self, *, noise_level: float | None = None, step: int | None = None
@@ -59,7 +44,7 @@ class Handle:
 
         It holds for this handle, in this thread or task. Outside of any block both are None.
         """
-        return inside(self._number, Context(noise_level, step))
+        return inside(self, Context(noise_level, step))
 
     def report(self) -> Report:
         """What ran in every attention module since the start or the last `reset()`."""
@@ -92,9 +77,6 @@ class Handle:
         if vars(self.model).get(_HANDLE) is self:
             delattr(self.model, _HANDLE)
 
-    def covers_only(self, modules: Iterable[nn.Module]) -> bool:
-        return {id(module) for module, _ in self._sites} <= {id(module) for module in modules}
-
     def __enter__(self) -> Handle:
         return self
 
@@ -108,13 +90,12 @@ class Handle:
 
 def replaced_handles(found: Found) -> list[Handle]:
     """The handles that a new one for these modules takes the place of."""
-    sites = [site_of(module) for module in found.modules.values()]
-    holders = [site.holder() for site in sites if site is not None and site.holder is not None]
-    handles: list[Handle] = list({id(each): each for each in holders if each is not None}.values())
+    sites = [site for module in found.modules.values() if (site := site_of(module)) is not None]
+    handles = dict.fromkeys(handle for site in sites if (handle := site.holder()) is not None)
     for handle in handles:
-        if not handle.covers_only(found.modules.values()):
+        if not {module for module, _ in handle._sites} <= {*found.modules.values()}:
             raise ValueError(
                 f"{handle!r} covers more than this part of the model; remove() it first, or choose "
                 "by `layers` on the whole"
             )
-    return handles
+    return list(handles)

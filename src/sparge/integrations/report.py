@@ -1,10 +1,4 @@
-"""What an accelerated model did, layer by layer: `handle.report()`.
-
-density         kept / allowed blocks over all attention calls; a call that ran dense, or the
-                model's own attention, keeps all of its blocks
-sparse_density  the same over the calls that ran sparse; of the model, the mean over the layers
-                that have any
-"""
+"""What an accelerated model did, layer by layer: `handle.report()`."""
 
 from __future__ import annotations
 
@@ -40,12 +34,12 @@ class LayerReport:
     """What ran in one attention module since the start or the last `reset()`.
 
     ran: how often each way ran. fallbacks: why calls went to dense or to the model's own attention.
-    kept, allowed: blocks over all calls. density_by_head, pv_skipped: over the calls that ran
-    sparse; empty and 0 without any. error_by_head: mean relative L1 against exact attention, where
-    it was measured. seconds: time in attention; on a GPU, the model's own attention is only
-    launched in it. recipe: None for a layer left out, or whose recipe depends on the context;
-    by_recipe has one entry for each recipe that ran. estimated: calls whose backend was chosen by
-    the built-in cost estimate.
+    kept, allowed: blocks over all calls; dense and own attention keep all of theirs.
+    sparse_density, density_by_head, pv_skipped: over the calls that ran sparse. error_by_head: mean
+    relative L1 against exact attention, where it was measured. seconds: time in attention; on a
+    GPU, the model's own attention is only launched in it. recipe: None for a layer left out, or
+    whose recipe depends on the context; by_recipe has one entry for each recipe that ran.
+    estimated: calls whose backend was chosen by the built-in cost estimate.
     """
 
     name: str
@@ -123,21 +117,14 @@ class Report:
     @property
     def fallbacks(self) -> dict[str, int]:
         """Every reason why a call did not run sparse, and how often."""
-        total: Counter[str] = Counter()
-        for layer in self.layers:
-            total.update(layer.fallbacks)
-        return dict(total)
+        return dict(sum((Counter(layer.fallbacks) for layer in self.layers), Counter[str]()))
 
     def to_dict(self) -> dict[str, Any]:
+        names = ("density", "sparse_density", "error", "seconds", "fallbacks", "left_alone")
         return {
             "format": "sparge.report/2",
             "recipe": None if self.recipe is None else self.recipe.to_dict(),
-            "density": self.density,
-            "sparse_density": self.sparse_density,
-            "error": self.error,
-            "seconds": self.seconds,
-            "fallbacks": self.fallbacks,
-            "left_alone": dict(self.left_alone),
+            **{name: getattr(self, name) for name in names},
             "layers": [layer.to_dict() for layer in self.layers],
         }
 
@@ -146,12 +133,9 @@ class Report:
         lines = [f"{'layer':{width}}  {'calls':>5}  density  by head       pv_skipped  error   ran"]
         lines += [_line(layer, width) for layer in self.layers]
         error = "" if self.error is None else f", error {self.error:.4f}"
-        lines.append(
-            f"{len(self.layers)} layers, density {self.density:.3f}{error}, "
-            f"{self.seconds:.2f} s in attention"
-        )
-        estimated = sum(layer.estimated for layer in self.layers)
-        if estimated:
+        density = f"{len(self.layers)} layers, density {self.density:.3f}"
+        lines.append(f"{density}{error}, {self.seconds:.2f} s in attention")
+        if estimated := sum(layer.estimated for layer in self.layers):
             lines.append(
                 f"  {estimated} calls were routed by the built-in cost estimate, not by a "
                 "measurement of this machine; see `sparge doctor`"

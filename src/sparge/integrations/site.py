@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,15 +22,49 @@ from ..dispatch import AUTO
 from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ..recipe import Recipe
 from ..record import Run, unwatch, watch
-from .context import Context, context_of
 from .report import OWN, LayerReport, RecipeReport
 
 SITE = "_sparge_site"
 """The attribute of a module that holds its site."""
 Tap = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None]
 """query, key, value, and the other arguments of `attention`."""
-RecipeOf = Callable[[Context], Recipe | None]
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a recipe may depend on: the state of a diffusion run, set around a forward pass.
+
+    noise_level: share of noise in the model's input, 1 is pure noise. step: of the sampler.
+    """
+
+    noise_level: float | None = None
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.noise_level is not None and not 0.0 <= self.noise_level <= 1.0:
+            raise ValueError(
+                f"noise_level must be in [0, 1], got {self.noise_level}; for a timestep divide it "
+                "by the number of training timesteps"
+            )
+        if self.step is not None and self.step < 0:
+            raise ValueError(f"step must be at least 0, got {self.step}")
+
+
+RecipeOf = Callable[[Context], Recipe | None]
+# By the id of a handle, for this thread or task. A ContextVar of each handle would never be freed.
+_contexts: ContextVar[Mapping[int, Context]] = ContextVar(
+    "sparge_contexts", default=MappingProxyType({})
+)
+
+
+@contextmanager
+def inside(handle: object, context: Context) -> Iterator[None]:
+    token = _contexts.set({**_contexts.get(), id(handle): context})
+    try:
+        yield
+    finally:
+        _contexts.reset(token)
 
 
 def site_of(module: nn.Module) -> Site | None:
@@ -35,94 +72,64 @@ def site_of(module: nn.Module) -> Site | None:
 
 
 @dataclass
-class _Blocks:
-    calls: int = 0
-    kept: int = 0
-    allowed: int = 0
-
-    def add(self, kept: int, allowed: int) -> None:
-        self.calls += 1
-        self.kept += kept
-        self.allowed += allowed
-
-
-@dataclass
 class _Tally:
+    """Sums over calls; `by_head` over those that ran sparse."""
+
     ran: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
-    estimated: int = 0
-    blocks: _Blocks = field(default_factory=_Blocks)
-    by_recipe: dict[Recipe, _Blocks] = field(default_factory=dict)
-    kept: list[int] = field(default_factory=list)
-    allowed: list[int] = field(default_factory=list)
-    pv_skips: int = 0
-    pv_groups: int = 0
-    errors: list[float] = field(default_factory=list)
-    errors_seen: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    by_recipe: dict[Recipe, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    by_head: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     seconds: float = 0.0
 
+    def add_by_head(self, name: str, numbers: Sequence[float]) -> None:
+        sums = self.by_head[name] or [0] * len(numbers)
+        self.by_head[name] = [a + b for a, b in zip(sums, numbers, strict=True)]
 
+
+@dataclass(eq=False, repr=False)
 class Site:
     """The settings and counts of one attention module.
 
     recipe: of every call, or a function of the context; None leaves the module its own attention,
     and `left_out` says why. own: what the adapter needs to run that attention.
-    holder: the handle that made it. tap: is called with the arguments of every `sparge.attention`,
-    outside of compiled graphs. A copy of a site has the settings and its own counts; a handle that
-    is copied with it takes it over.
+    holder: returns the handle of the site, or None. tap: is called with the arguments of every
+    `sparge.attention`, outside of compiled graphs. A copy of a site has its settings alone; a
+    handle that is copied with it takes it over.
     """
 
-    def __init__(
-        self,
-        name: str,
-        recipe: Recipe | RecipeOf | None,
-        *,
-        backend: str = AUTO,
-        measure_error: bool = False,
-        left_out: str = "",
-    ) -> None:
-        self.name, self.recipe, self.backend = name, recipe, backend
-        self.measure_error, self.left_out = measure_error, left_out
-        self.own: Any = None
-        self.watched = False
-        self.holder: weakref.ref[Any] | None = None
-        self.handle_number = -1
-        self.windowed = with_window(recipe) if isinstance(recipe, Recipe) else None
-        self.tap: Tap | None = None
-        self._begin()
+    name: str
+    recipe: Recipe | RecipeOf | None
+    backend: str = AUTO
+    measure_error: bool = False
+    left_out: str = ""
+    own: Any = None
 
-    def _begin(self) -> None:
+    def __post_init__(self) -> None:
+        self.holder: Callable[[], Any] = lambda: None
+        self.tap: Tap | None = None
+        self.windowed = with_window(self.recipe) if isinstance(self.recipe, Recipe) else None
         # Two models may have layers of one name; a label belongs to one site.
         self.label = f"{self.name}#{next(_numbers)}"
         self._lock, self._tally, self._last = threading.Lock(), _Tally(), threading.local()
-        self._recipe_in_context: Any = None
-        if self.recipe is not None and not isinstance(self.recipe, Recipe):
-            # A compiled graph would keep the recipe of its first call.
-            recipe_of = self.recipe
-            self._recipe_in_context = torch.compiler.disable(
-                lambda handle: recipe_of(context_of(handle))
-            )
+        # A compiled graph would keep the recipe of its first call.
+        self._recipe_in_context = torch.compiler.disable(self._call_recipe)
 
     def __getstate__(self) -> dict[str, Any]:
-        begun = ("label", "_lock", "_tally", "_last", "_recipe_in_context", "holder", "tap")
-        return {name: value for name, value in vars(self).items() if name not in begun}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.holder = self.tap = None
-        self._begin()
-        if self.watched:
-            self.open()
+        self.__post_init__()
 
-    def open(self) -> None:
-        """Count the runs of this site's label, until `close()`."""
-        self.watched = True
+    def open(self, handle: object) -> None:
+        """Count the runs of this site's label for a handle, until `close()`."""
+        self.holder = weakref.ref(handle)
         note = weakref.WeakMethod(self._note)  # a model that is dropped takes its sites with it
         watch(self.label, lambda run: (to := note()) and to(run))
         weakref.finalize(self, unwatch, self.label).atexit = False
 
     def close(self) -> None:
-        self.watched = False
         unwatch(self.label)
 
     def recipes(self) -> tuple[Recipe | None, Recipe | None]:
@@ -132,8 +139,12 @@ class Site:
         """
         if self.recipe is None or isinstance(self.recipe, Recipe):
             return self.recipe, self.windowed
-        recipe: Recipe | None = self._recipe_in_context(self.handle_number)
+        recipe: Recipe | None = self._recipe_in_context()
         return recipe, recipe and with_window(recipe)
+
+    def _call_recipe(self) -> Recipe | None:
+        context = _contexts.get().get(id(self.holder()), Context())
+        return self.recipe(context) if callable(self.recipe) else self.recipe
 
     def attend(
         self,
@@ -153,7 +164,10 @@ class Site:
         result: Any = attention(query, key, value, **arguments, **chosen, return_lse=return_lse)
         if by_hand and self.measure_error and getattr(self._last, "sparse", False):
             out = result[0] if return_lse else result
-            self._note_error(output_error(query, key, value, out, **arguments).mean(0).tolist())
+            error = output_error(query, key, value, out, **arguments).mean(0).tolist()
+            with self._lock:
+                self._tally.add_by_head("error", error)
+                self._tally.counts["measured"] += 1
         return result
 
     def reset(self) -> None:
@@ -166,55 +180,45 @@ class Site:
             self._tally.ran[OWN] += 1
             self._tally.fallbacks[reason] += 1
             self._tally.seconds += seconds
-            self._tally.blocks.add(blocks, blocks)
-
-    def _note_error(self, errors: Sequence[float]) -> None:
-        with self._lock:
-            tally = self._tally
-            tally.errors = _added(tally.errors, errors)
-            tally.errors_seen += 1
+            self._tally.counts.update(kept=blocks, allowed=blocks)
 
     def _note(self, run: Run) -> None:
         self._last.sparse = bool(run.kept_by_head)
+        given = self.recipe if isinstance(self.recipe, Recipe) else run.recipe
         with self._lock:
             tally = self._tally
             tally.seconds += run.seconds["total"]
-            tally.blocks.add(run.kept, run.allowed)
-            given = self.recipe if isinstance(self.recipe, Recipe) else run.recipe
-            tally.by_recipe.setdefault(given, _Blocks()).add(run.kept, run.allowed)
-            tally.estimated += getattr(run, "cost_source", "") == "estimate"
+            tally.counts.update(kept=run.kept, allowed=run.allowed)
+            tally.counts["estimated"] += run.cost_source == "estimate"
+            tally.by_recipe[given].update(calls=1, kept=run.kept, allowed=run.allowed)
             if not run.kept_by_head:
                 tally.ran["dense"] += 1
                 tally.fallbacks[run.reason] += 1
                 return
             tally.ran[f"{run.backend} ({run.isa})"] += 1
-            tally.kept = _added(tally.kept, run.kept_by_head)
-            tally.allowed = _added(tally.allowed, run.allowed_by_head)
-            tally.pv_skips += run.pv_skips
-            tally.pv_groups += run.pv_groups
+            tally.counts.update(pv_skips=run.pv_skips, pv_groups=run.pv_groups)
+            tally.add_by_head("kept", run.kept_by_head)
+            tally.add_by_head("allowed", run.allowed_by_head)
 
     def report(self) -> LayerReport:
         with self._lock:
-            tally = self._tally
-            pairs = list(zip(tally.kept, tally.allowed, strict=True))
+            tally, counts = self._tally, self._tally.counts
+            kept, allowed = tally.by_head["kept"], tally.by_head["allowed"]
             return LayerReport(
                 name=self.name,
                 calls=sum(tally.ran.values()),
                 ran=dict(tally.ran),
-                kept=tally.blocks.kept,
-                allowed=tally.blocks.allowed,
-                sparse_density=sum(tally.kept) / max(sum(tally.allowed), 1) if pairs else 1.0,
-                density_by_head=tuple(kept / max(allowed, 1) for kept, allowed in pairs),
-                pv_skipped=tally.pv_skips / tally.pv_groups if tally.pv_groups else 0.0,
-                error_by_head=tuple(e / tally.errors_seen for e in tally.errors) or None,
+                kept=counts["kept"],
+                allowed=counts["allowed"],
+                sparse_density=sum(kept) / max(sum(allowed), 1) if kept else 1.0,
+                density_by_head=tuple(k / max(a, 1) for k, a in zip(kept, allowed, strict=True)),
+                pv_skipped=counts["pv_skips"] / max(counts["pv_groups"], 1),
+                error_by_head=tuple(e / counts["measured"] for e in tally.by_head["error"]) or None,
                 seconds=tally.seconds,
                 fallbacks=dict(tally.fallbacks),
                 recipe=self.recipe if isinstance(self.recipe, Recipe) else None,
-                by_recipe=tuple(
-                    RecipeReport(recipe, **vars(blocks))
-                    for recipe, blocks in tally.by_recipe.items()
-                ),
-                estimated=tally.estimated,
+                by_recipe=tuple(RecipeReport(r, **n) for r, n in tally.by_recipe.items()),
+                estimated=counts["estimated"],
             )
 
 
@@ -233,7 +237,3 @@ def allowed_blocks(query: Tensor, key: Tensor, *, is_causal: bool, offset: int =
         return B * Hq * n_q * n_k
     ends = (min((i + 1) * BLOCK_Q, Lq) + offset for i in range(n_q))
     return B * Hq * sum(min(n_blocks(max(end, 0), BLOCK_K), n_k) for end in ends)
-
-
-def _added(sums: list[Any], numbers: Sequence[Any]) -> list[Any]:
-    return [a + b for a, b in zip(sums, numbers, strict=True)] if sums else list(numbers)

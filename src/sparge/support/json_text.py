@@ -48,16 +48,11 @@ def parse_json(text: str, what: str) -> Any:
 def _check_depth(data: Any) -> None:
     level = [data]
     for _ in range(MAX_DEPTH):
-        level = [item for each in level for item in _items(each)]
+        nested = [each for each in level if isinstance(each, dict | list)]
+        level = [x for each in nested for x in (each.values() if isinstance(each, dict) else each)]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
-
-
-def _items(data: Any) -> Any:
-    if isinstance(data, dict):
-        return data.values()
-    return data if isinstance(data, list) else ()
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import torch
 from ..dispatch import AUTO, Backend
 from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings
 from ..recipe import DEFAULT, Recipe
-from .capture import Capture
-from .captured_run import backend_for, run_captured
+from .capture import Capture, backend_for, run_captured
 from .score import CaptureScorer, LayerScorer
 from .search import find_ladder, find_pv_ladder
 
@@ -66,9 +65,13 @@ def tune_layer(
                 for h in heads
             ]
             found = climb(runner, with_pv, l2, otherwise=found)
+    digits = {"density": 4, "pv_skipped": 4, "error": 5}
     settings = replace(
         runner.layer,
-        heads=tuple(_rounded(head) for head in found),
+        heads=tuple(
+            replace(head, **{name: round(getattr(head, name), n) for name, n in digits.items()})
+            for head in found
+        ),
         inputs=len(captures),
         rows=sum(capture.query.shape[2] for capture in captures),
     )
@@ -99,14 +102,10 @@ class Runner:
             torch.stack([getattr(m, name) for m in each]).sum(0).tolist()
             for name in ("kept", "allowed", "pv_skips", "pv_groups")
         )
+        measured = zip(settings, error, kept, allowed, skips, groups, strict=True)
         return [
-            replace(
-                setting,
-                error=error[h],
-                density=kept[h] / max(allowed[h], 1),
-                pv_skipped=skips[h] / max(groups[h], 1),
-            )
-            for h, setting in enumerate(settings)
+            replace(setting, error=e, density=k / max(a, 1), pv_skipped=s / max(g, 1))
+            for setting, e, k, a, s, g in measured
         ]
 
 
@@ -145,8 +144,3 @@ def _cost(predictor: str, ladders: Sequence[Ladder]) -> float:
     density = [ladder[0].density if ladder else 1.0 for ladder in ladders]
     rows = COST_OF_ROWS if predictor == "blend" else 0.0
     return sum(density) / len(density) + rows
-
-
-def _rounded(head: HeadSettings) -> HeadSettings:
-    density, pv_skipped = round(head.density, 4), round(head.pv_skipped, 4)
-    return replace(head, density=density, pv_skipped=pv_skipped, error=round(head.error, 5))

@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..dispatch import DENSE
 from ..fingerprint import fingerprint
 from ..integrations import accelerate
 from .capture import BLOCKS, captures_of
-from .trace_directory import MANIFEST, Trace, TracedInput, cast, size_of, write
+from .trace_directory import MANIFEST, Trace, TracedInput, write
 
 MAX_BYTES = 16 << 30
 Inputs = Tensor | Mapping[str, Any]
@@ -46,8 +47,8 @@ def trace_model(
     inputs: token ids `[B, L]`, or the model's keyword arguments. blocks: query blocks to keep of
     each call. layers: names with `*` and `?`, or a function of the name. dtype: to store the
     tensors in, None as they are. about: a few words on each input. noise_levels: of a diffusion
-    model, one for each input; None takes them from an argument `timestep`. done: called with the
-    digest of each input.
+    model, one for each input; None takes the mean of an argument `timestep`, as diffusion models
+    name it. done: called with the digest of each input.
 
     A directory that holds some of these inputs is completed. The model has its own attention again
     when this returns; settings of an earlier `accelerate` are gone.
@@ -64,22 +65,20 @@ def trace_model(
         for i, given in enumerate(inputs):
             digest = digest_of(given)
             if all(each.digest != digest for each in trace.inputs):
-                room = _Room(max_bytes, trace.bytes, len(names) * (len(inputs) - i))
-                stem = f"input-{digest[:12]}/layer-"
-                taps = {
-                    layer: _Tap(where, f"{stem}{n:03d}", blocks, dtype, room)
-                    for n, layer in enumerate(names)
-                }
-                for layer, tap in taps.items():
-                    handle.tap(layer, tap)
+                left = len(names) * (len(inputs) - i)
+                writer = _Writer(trace, f"input-{digest[:12]}", dtype, max_bytes, left)
+                for layer in names:
+                    handle.tap(layer, partial(writer.add, layer))
                 _forward(model, given)
-                files = {layer: tap.entries for layer, tap in taps.items() if tap.entries}
+                files = {layer: entries for layer, entries in writer.files.items() if entries}
                 if not files:
                     raise ValueError(
                         f"inputs must be longer than one token: no attention of "
                         f"{type(model).__name__} ran through sparge on input {i}"
                     )
-                level = noise_level_of(given) if noise_levels is None else float(noise_levels[i])
+                level = noise_levels[i] if noise_levels else _arguments(given).get("timestep")
+                if level is not None:
+                    level = float(torch.as_tensor(level, dtype=torch.float64).mean())
                 traced = TracedInput(digest, about[i] if about else "", level, files)
                 trace = replace(trace, inputs=(*trace.inputs, traced))
                 trace.save()
@@ -101,48 +100,39 @@ def digest_of(given: Inputs) -> str:
     return digest.hexdigest()
 
 
-def noise_level_of(given: Inputs) -> float | None:
-    """The mean of an argument `timestep`, as diffusion models name it; None without one."""
-    step = _arguments(given).get("timestep")
-    if step is None:
-        return None
-    return float(torch.as_tensor(step).double().mean())
+class _Writer:
+    """Writes the captures of one input, each to its file, as they come.
 
-
-class _Room:
-    """Bytes that may still be written; a trace that will not fit is refused at its first layer."""
-
-    def __init__(self, limit: int, used: int, files: int) -> None:
-        self.limit, self.used, self.files, self.asked = limit, used, files, False
-
-    def take(self, size: int) -> None:
-        expected = self.used + (size if self.asked else size * self.files)
-        self.asked = True
-        if expected > self.limit:
-            raise ValueError(
-                f"the trace would take about {expected / 2**20:.0f} MiB and max_bytes allows "
-                f"{self.limit / 2**20:.0f} MiB; raise it, or trace fewer or shorter inputs, fewer "
-                "layers or blocks, or store bf16"
-            )
-        self.used += size
-
-
-class _Tap:
-    """Writes the calls of one layer, each to its file, as they come."""
+    files: of each layer, the manifest entries written. A trace that will not fit in max_bytes is
+    refused at its first capture, as if the `left` files to come were as large.
+    """
 
     def __init__(
-        self, where: Path, stem: str, blocks: int, dtype: torch.dtype | None, room: _Room
+        self, trace: Trace, stem: str, dtype: torch.dtype | None, max_bytes: int, left: int
     ) -> None:
-        self.where, self.stem, self.blocks, self.dtype, self.room = where, stem, blocks, dtype, room
-        self.entries: list[dict[str, Any]] = []
+        self.trace, self.stem, self.dtype = trace, stem, dtype
+        self.max_bytes, self.left, self.used = max_bytes, left, trace.bytes
+        self.files: dict[str, list[dict[str, Any]]] = {name: [] for name in trace.layers}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> None:
-        for capture in captures_of(query, key, value, facts, blocks=self.blocks):
-            capture = cast(capture, self.dtype)
-            self.room.take(size_of(capture))
-            number = f"-{len(self.entries)}" if self.entries else ""
-            file = f"{self.stem}{number}.safetensors"
-            self.entries.append(write(self.where, file, capture))
+    def add(
+        self, layer: str, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]
+    ) -> None:
+        entries, number = self.files[layer], self.trace.layers.index(layer)
+        for capture in captures_of(query, key, value, facts, blocks=self.trace.blocks):
+            again = f"-{len(entries)}" if entries else ""
+            file = f"{self.stem}/layer-{number:03d}{again}.safetensors"
+            where = self.trace.directory
+            entries.append(write(where, file, capture, dtype=self.dtype, take=self._take))
+
+    def _take(self, size: int) -> None:
+        expected, self.left = self.used + size * self.left, 1
+        if expected > self.max_bytes:
+            raise ValueError(
+                f"the trace would take about {expected / 2**20:.0f} MiB and max_bytes allows "
+                f"{self.max_bytes / 2**20:.0f} MiB; raise it, or trace fewer or shorter inputs, "
+                "fewer layers or blocks, or store bf16"
+            )
+        self.used += size
 
 
 def _completed(trace: Trace) -> Trace:
@@ -158,7 +148,12 @@ def _completed(trace: Trace) -> Trace:
             f"{str(trace.directory)!r} holds a trace of something else ({'; '.join(differs)}); "
             "give another directory, or remove it"
         )
-    return replace(trace, inputs=tuple(each for each in old.inputs if old.is_whole(each)))
+    whole = []
+    for each in old.inputs:
+        files = [(trace.directory / entry["file"], entry["bytes"]) for entry in each.entries]
+        if all(file.is_file() and file.stat().st_size == size for file, size in files):
+            whole.append(each)
+    return replace(trace, inputs=tuple(whole))
 
 
 def _arguments(given: Inputs) -> dict[str, Any]:

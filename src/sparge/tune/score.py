@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,14 +20,12 @@ from torch import Tensor
 from ..backends.forced import forced_blocks
 from ..backends.reference.predict import predict_mean
 from ..backends.reference.prepare import block_statistics, smooth_keys
-from ..call import work_dtype
 from ..dispatch import Backend
 from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, in_blocks, n_blocks, sampled_rows
 from ..qtensor import QTensor, working
 from ..recipe import Recipe
 from ..tokenmask import EXCLUDED
-from .capture import Capture
-from .captured_run import exact_output, keys_seen, masked, prepare_capture
+from .capture import Capture, exact_output, keys_seen, prepare_capture
 
 MOST_BYTES = 1 << 30
 """Limit of what is held at once. A head above it is scored on fewer groups of rows; a layer above
@@ -54,33 +51,21 @@ class ScoredBlock:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The planner's inputs for one head's kept query blocks, `[blocks, n_k]` each.
+class ScoredHead:
+    """One head on one input, as the search reads it.
 
-    mean: P̂ without a judge. rows: P̂ of the sampled rows. k_similarity `[n_k]`, q_similarity
-    `[blocks]`.
+    right: Σ|truth| over all scored rows. mean, rows: P̂ without a judge, and of the sampled rows;
+    they, may and forced are `[blocks, n_k]`; q_similarity `[blocks]`, k_similarity `[n_k]`.
     """
 
+    blocks: tuple[ScoredBlock, ...]
+    right: float
     mean: Tensor
     rows: Tensor
     may: Tensor
     forced: Tensor
     q_similarity: Tensor
     k_similarity: Tensor
-
-    @property
-    def blend(self) -> Tensor:
-        return (self.mean + self.rows) * 0.5
-
-
-@dataclass(frozen=True)
-class ScoredHead:
-    """One head on one input, as the search reads it."""
-
-    blocks: tuple[ScoredBlock, ...]
-    prediction: Prediction
-    right: float
-    """Σ|truth| over all scored rows."""
 
 
 class CaptureScorer:
@@ -89,35 +74,50 @@ class CaptureScorer:
     def __init__(self, capture: Capture, recipe: Recipe, backend: Backend) -> None:
         self.capture, self.recipe = capture, recipe
         self.exact = exact_output(capture)
-        self.work = work_dtype(capture.query.dtype)
         operands = prepare_capture(capture, recipe, backend).operands
         numbers = (operands.query, operands.key, operands.value)
         self.q, self.k, self.v = (self._numbers(x) for x in numbers)
-        self.smooth, _ = smooth_keys(capture.key)
+        self.q_statistics = block_statistics(capture.query, BLOCK_Q)
+        self.k_statistics = block_statistics(smooth_keys(capture.key)[0], BLOCK_K)
 
     def _numbers(self, x: Tensor | QTensor) -> Tensor:
         """What the kernels compute with, `[H, L, D]`."""
         if isinstance(x, QTensor):
             return x.dequantize()[0]
-        precision = "exact" if self.recipe.precision == "exact" else "half"
-        return working(x, precision)[0]
+        return working(x, "exact" if self.recipe.precision == "exact" else "half")[0]
 
     def score(self, h: int, thin: int = 1) -> ScoredHead:
         """One head; of the groups of rows every `thin`-th is scored."""
-        blocks, rows = [], []
-        for i in range(len(self.capture.starts)):
-            block, mass = self._block(h, i, thin)
-            blocks.append(block)
-            rows.append(mass)
+        capture, kv = self.capture, h // self.capture.group
+        each = [self._block(h, i, thin) for i in range(len(capture.starts))]
+        blocks, rows, may, forced = zip(*each, strict=True)
         right = sum(float(block.truth.abs().sum(dtype=torch.float64)) for block in blocks)
-        return ScoredHead(tuple(blocks), self._prediction(h, torch.stack(rows)), right)
+        q_pooled, q_similarity = (x[:, h : h + 1] for x in self.q_statistics)
+        k_pooled, k_similarity = (x[:, kv : kv + 1] for x in self.k_statistics)
+        allowed = torch.stack(may)
+        Lk, scale = capture.key.shape[2], capture.scale
+        mean = predict_mean(q_pooled, k_pooled, allowed[None, None], Lk=Lk, scale=scale)[0, 0]
+        return ScoredHead(
+            blocks=blocks,
+            right=right,
+            mean=mean,
+            rows=torch.stack(rows).float(),
+            may=allowed,
+            forced=torch.stack(forced),
+            q_similarity=q_similarity[0, 0],
+            k_similarity=k_similarity[0, 0],
+        )
 
-    def _block(self, h: int, i: int, thin: int) -> tuple[ScoredBlock, Tensor]:
-        """The block, and the mass that its sampled rows give to every key block `[n_k]`."""
+    def _block(self, h: int, i: int, thin: int) -> tuple[ScoredBlock, Tensor, Tensor, Tensor]:
+        """The block; for every key block `[n_k]` the mass that its sampled rows give, and whether
+        it may be attended and is forced."""
         capture, tokens = self.capture, self.capture.tokens(i)
         rows, stop = capture.rows(i), keys_seen(tokens)
         kv = h // capture.group
-        scores = masked((self.q[h, rows] @ self.k[kv, :stop].mT) * capture.scale, tokens, h)
+        scores = (self.q[h, rows] @ self.k[kv, :stop].mT) * capture.scale
+        allowed, bias = tokens.region(0, h, slice(0, tokens.Lq), slice(0, stop), scores.device)
+        scores = scores if bias is None else scores + bias.to(scores.dtype)
+        scores = scores if allowed is None else scores.masked_fill_(~allowed, -math.inf)
         top = scores.amax(-1, keepdim=True)
         weights = (scores - top.masked_fill_(top == -math.inf, 0.0)).exp_()
         by_block = cut(weights, -1, BLOCK_K)
@@ -136,32 +136,10 @@ class CaptureScorer:
         outputs = by_block.transpose(0, 1) @ cut(self.v[kv, :stop], -2, BLOCK_K)
         maxima = cut(scores, -1, BLOCK_K, fill=-math.inf).amax(-1)[chosen]
         truth = self.exact[h, rows][chosen]
-        return ScoredBlock(
-            outputs, sums[chosen].T.contiguous(), maxima.T.contiguous(), truth
-        ), whole_mass
-
-    def _prediction(self, h: int, rows: Tensor) -> Prediction:
-        kv = h // self.capture.group
-        (q_pooled, q_similarity), (k_pooled, k_similarity) = self._statistics
-        may, forced = self._places(h)
-        pooled = q_pooled[:, h : h + 1], k_pooled[:, kv : kv + 1]
-        Lk, scale = self.capture.key.shape[2], self.capture.scale
-        mean = predict_mean(*pooled, may[None, None], Lk=Lk, scale=scale)[0, 0]
-        return Prediction(mean, rows.float(), may, forced, q_similarity[0, h], k_similarity[0, kv])
-
-    @cached_property
-    def _statistics(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        return block_statistics(self.capture.query, BLOCK_Q), block_statistics(self.smooth, BLOCK_K)
-
-    def _places(self, h: int) -> tuple[Tensor, Tensor]:
-        """`(may, forced)` of every kept block, bool `[blocks, n_k]`."""
-        device, may, forced = self.capture.query.device, [], []
-        for i in range(len(self.capture.starts)):
-            tokens = self.capture.tokens(i)
-            kinds = tokens.block_kinds(device)
-            may.append(kinds[0, h if kinds.shape[1] > 1 else 0, 0] != EXCLUDED)
-            forced.append(forced_blocks(tokens, self.recipe, device)[0])
-        return torch.stack(may), torch.stack(forced)
+        block = ScoredBlock(outputs, sums[chosen].T.contiguous(), maxima.T.contiguous(), truth)
+        kinds = tokens.block_kinds(scores.device)
+        may = kinds[0, h if kinds.shape[1] > 1 else 0, 0] != EXCLUDED
+        return block, whole_mass, may, forced_blocks(tokens, self.recipe, scores.device)[0]
 
 
 def cut(x: Tensor, dim: int, block: int, *, fill: float = 0.0) -> Tensor:
@@ -172,10 +150,7 @@ def cut(x: Tensor, dim: int, block: int, *, fill: float = 0.0) -> Tensor:
 
 
 class LayerScorer:
-    """The heads of a layer on every input, held in memory as far as `MOST_BYTES` allows.
-
-    scored: how often the whole layer was scored.
-    """
+    """The heads of a layer on every input, held in memory as far as `MOST_BYTES` allows."""
 
     def __init__(self, scorers: Sequence[CaptureScorer]) -> None:
         self.scorers = scorers
@@ -189,6 +164,7 @@ class LayerScorer:
 
     @property
     def scored(self) -> int:
+        """How often the whole layer was scored."""
         return max(self._times)
 
     def head(self, h: int) -> list[ScoredHead]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..geometry import ROW_GROUP
 from ..profile import HeadSettings
-from .score import Prediction, ScoredBlock, ScoredHead, cut
+from .score import ScoredBlock, ScoredHead, cut
 
 MASSES = (
     *(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.54, 0.58, 0.62, 0.65, 0.68),
@@ -35,17 +35,14 @@ AT_ONCE = 32
 
 
 def kept_sets(
-    prediction: Prediction,
-    predictor: str,
-    similarities: Sequence[float | None],
-    masses: Tensor,
+    head: ScoredHead, predictor: str, similarities: Sequence[float | None], masses: Tensor
 ) -> Tensor:
     """What every setting keeps, bool `[blocks, similarities, masses, n_k]`."""
-    p = prediction.mean if predictor == "mean" else prediction.blend
-    may, device = prediction.may, p.device
+    p = head.mean if predictor == "mean" else (head.mean + head.rows) * 0.5
+    may, device = head.may, p.device
     least = torch.tensor([-1.0 if s is None else s for s in similarities], device=device)
-    odd_columns = ~(prediction.k_similarity >= least[:, None])
-    odd_rows = ~(prediction.q_similarity[:, None] >= least)
+    odd_columns = ~(head.k_similarity >= least[:, None])
+    odd_rows = ~(head.q_similarity[:, None] >= least)
     # The judge takes columns out of the softmax, which changes no order among the others.
     trusted = may[:, None] & ~odd_columns
     order = torch.where(may, p, -1.0).sort(dim=-1, descending=True, stable=True).indices
@@ -56,7 +53,7 @@ def kept_sets(
     crossing = torch.searchsorted(reached, (masses.to(device) * total).contiguous())
     chosen = rank[:, None, None] <= crossing[..., None]
     unknown = ~(total > 0)  # also of a prediction that is not finite
-    always = prediction.forced[:, None] | odd_columns | odd_rows[..., None] | unknown
+    always = head.forced[:, None] | odd_columns | odd_rows[..., None] | unknown
     return ((chosen & trusted[:, :, None]) | always[:, :, None]) & may[:, None, None]
 
 
@@ -64,8 +61,8 @@ def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list
     """The sparsest setting whose error is at most l1 on every head, then safer ones; maybe none."""
     similarities = SIMILARITIES if predictor == "mean" else (None,)
     masses = torch.tensor(MASSES, dtype=torch.float64)
-    kept = [kept_sets(head.prediction, predictor, similarities, masses) for head in scored]
-    allowed = sum(int(head.prediction.may.sum()) for head in scored)
+    kept = [kept_sets(head, predictor, similarities, masses) for head in scored]
+    allowed = sum(int(head.may.sum()) for head in scored)
     counts = torch.stack([k.sum((0, 3)) for k in kept]).sum(0)
     density = (counts.double() / allowed).flatten()
     # Masses that keep the same are one setting; the largest stands for them, as the safest.
@@ -83,14 +80,8 @@ def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list
                 continue
             while levels and error <= levels[0]:
                 levels.pop(0)
-            ladder.append(
-                HeadSettings(
-                    mass=MASSES[i % len(MASSES)],
-                    min_similarity=similarities[i // len(MASSES)],
-                    error=error,
-                    density=float(density[i]),
-                )
-            )
+            mass, similarity = MASSES[i % len(MASSES)], similarities[i // len(MASSES)]
+            ladder.append(HeadSettings(mass, similarity, error=error, density=float(density[i])))
         if not levels:
             break
     return ladder
@@ -111,7 +102,7 @@ def within(
             if not len(alive):
                 return alive, worst
             chosen = own[alive, : len(block.sums)].to(block.sums.dtype)
-            wrong += _wrong(chosen @ block.outputs.flatten(1), chosen @ block.sums, block.truth)
+            wrong += _wrong(chosen, block.outputs, block.sums, block.truth)
             fits = wrong <= bound * head.right
             alive, worst, wrong = alive[fits], worst[fits], wrong[fits]
         # A head that gives nothing at all has nothing to get wrong.
@@ -119,25 +110,28 @@ def within(
     return alive, worst
 
 
-def _wrong(numerator: Tensor, denominator: Tensor, truth: Tensor) -> Tensor:
-    """Σ|output - truth| of every setting; rows without any mass are zeros."""
-    rows, Dv = truth.shape
-    out = numerator.unflatten(-1, (rows, Dv))
-    out /= denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
+def _wrong(kept: Tensor, outputs: Tensor, sums: Tensor, truth: Tensor) -> Tensor:
+    """Σ|output - truth| for each set of kept blocks, `[…, sets]`; rows without mass are zeros.
+
+    kept `[…, sets, n]`, outputs `[…, n, rows, Dv]`, sums `[…, n, rows]`, truth `[…, rows, Dv]`.
+    """
+    row_sum = kept @ sums
+    out = (kept @ outputs.flatten(-2)).unflatten(-1, truth.shape[-2:])
+    out /= row_sum.masked_fill_(row_sum == 0, 1.0).unsqueeze(-1)
     # fp32 adds a row of an output well enough; asked for fp64, torch would copy all of it first.
-    return out.sub_(truth).abs_().sum(-1).double().sum(-1)
+    return out.sub_(truth.unsqueeze(-3)).abs_().sum(-1).double().sum(-1)
 
 
 def find_pv_ladder(
     scored: Sequence[ScoredHead], predictor: str, setting: HeadSettings, l2: float
 ) -> list[HeadSettings]:
     """The second filter on top of a setting: the most skipping within l2, then safer ones."""
-    device = scored[0].prediction.may.device
+    device = scored[0].may.device
     errors, skipped = torch.zeros((2, len(PV_SKIPS)), dtype=torch.float64, device=device).unbind()
     groups = 0
     masses = torch.tensor([setting.mass], dtype=torch.float64)
     for head in scored:
-        kept = kept_sets(head.prediction, predictor, [setting.min_similarity], masses)[:, 0, 0]
+        kept = kept_sets(head, predictor, [setting.min_similarity], masses)[:, 0, 0]
         wrong = torch.zeros_like(errors)
         for block, own in zip(head.blocks, kept, strict=True):
             block = block.only(own)
@@ -151,12 +145,8 @@ def find_pv_ladder(
         i = next((i for i, e in enumerate(errors.tolist()) if e <= level * l2), None)
         if i is None or not float(skipped[i]):
             break
-        one = replace(
-            setting,
-            pv_skip=PV_SKIPS[i],
-            error=float(errors[i]),
-            pv_skipped=float(skipped[i]) / groups,
-        )
+        share = float(skipped[i]) / groups
+        one = replace(setting, pv_skip=PV_SKIPS[i], error=float(errors[i]), pv_skipped=share)
         if one not in ladder:
             ladder.append(one)
     return ladder
@@ -180,10 +170,6 @@ def _wrong_with_pv(block: ScoredBlock, skip: Tensor) -> Tensor:
     """Σ|output - truth| for every threshold of the second filter; all groups of rows at once."""
     kept = (~skip).to(block.sums.dtype).permute(2, 0, 1)
     # The tail of a last group is rows of zeros, which are right as they are.
-    outputs = cut(block.outputs, -2, ROW_GROUP).flatten(2).transpose(0, 1)
+    outputs = cut(block.outputs, -2, ROW_GROUP).transpose(0, 1)
     sums = cut(block.sums, -1, ROW_GROUP).transpose(0, 1)
-    out = (kept @ outputs).unflatten(-1, (ROW_GROUP, -1))
-    row_sum = kept @ sums
-    out /= row_sum.masked_fill(row_sum == 0, 1.0).unsqueeze(-1)
-    out -= cut(block.truth, -2, ROW_GROUP).unsqueeze(1)
-    return out.abs_().sum(-1).double().sum((0, 2))
+    return _wrong(kept, outputs, sums, cut(block.truth, -2, ROW_GROUP)).sum(0)

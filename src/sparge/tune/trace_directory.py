@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,6 @@ class TracedInput:
     def entries(self) -> list[Mapping[str, Any]]:
         return [entry for entries in self.files.values() for entry in entries]
 
-    @property
-    def bytes(self) -> int:
-        return sum(entry["bytes"] for entry in self.entries)
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -69,9 +65,8 @@ class Trace:
         try:
             data = parse_json(read_json_text(path), "it")
             if data["format"] not in READS:
-                raise ValueError(
-                    f"its format is {data['format']!r}, this sparge reads {' and '.join(READS)}"
-                )
+                known = " and ".join(READS)
+                raise ValueError(f"its format is {data['format']!r}, this sparge reads {known}")
             return cls(
                 directory=Path(directory),
                 model=Fingerprint.from_dict(data["model"]),
@@ -91,7 +86,7 @@ class Trace:
 
     @property
     def bytes(self) -> int:
-        return sum(each.bytes for each in self.inputs)
+        return sum(entry["bytes"] for each in self.inputs for entry in each.entries)
 
     def captures(self, layer: str) -> list[Capture]:
         """All captures of a layer by its whole name, input after input."""
@@ -103,19 +98,10 @@ class Trace:
             for entry in each.files.get(layer, ())
         ]
 
-    def is_whole(self, each: TracedInput) -> bool:
-        """Whether every file of an input is there, with its size."""
-        try:
-            sizes = [(self.directory / entry["file"]).stat().st_size for entry in each.entries]
-        except OSError:
-            return False
-        return sizes == [entry["bytes"] for entry in each.entries]
-
     def save(self) -> None:
-        model = {"name": self.name, **asdict(self.model)}
         data = {
             "format": FORMAT,
-            "model": model,
+            "model": {"name": self.name, **asdict(self.model)},
             "blocks": self.blocks,
             "calibration": dict(self.calibration),
             "layers": list(self.layers),
@@ -135,25 +121,32 @@ class Trace:
                 place.rmdir()
 
 
-def write(directory: Path, file: str, capture: Capture) -> dict[str, Any]:
-    """Write one capture; returns its entry in the manifest."""
+def write(
+    directory: Path,
+    file: str,
+    capture: Capture,
+    *,
+    dtype: torch.dtype | None = None,
+    take: Callable[[int], None] = lambda size: None,
+) -> dict[str, Any]:
+    """Write one capture, its tensors in a dtype (masks as they are); returns its manifest entry.
+
+    take: called with the size in bytes before the file is written.
+    """
     from safetensors.torch import save
 
+    given = {name: getattr(capture, name) for name in _TENSORS}
     tensors = {
-        name: tensor.cpu().contiguous()
-        for name in _TENSORS
-        if (tensor := getattr(capture, name)) is not None
+        name: tensor.cpu().to(dtype if dtype and name != "attn_mask" else tensor.dtype).contiguous()
+        for name, tensor in given.items()
+        if tensor is not None
     }
     data = save(tensors)
+    take(len(data))
     (directory / file).parent.mkdir(parents=True, exist_ok=True)
     replace_file(directory / file, data)
     facts = {name: getattr(capture, name) for name in _FACTS}
     return {"file": file, "bytes": len(data), **facts, "starts": list(capture.starts)}
-
-
-def size_of(capture: Capture) -> int:
-    tensors = (getattr(capture, name) for name in _TENSORS)
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def _read(path: Path, entry: Mapping[str, Any]) -> Capture:
@@ -171,14 +164,6 @@ def _read(path: Path, entry: Mapping[str, Any]) -> Capture:
         Lk = tensors["key"].shape[2]
         facts["offset"] = diagonal_offset(entry["Lq"], Lk, entry["causal_align"])
     return Capture(**tensors, **{**facts, "starts": tuple(facts["starts"])})
-
-
-def cast(capture: Capture, dtype: torch.dtype | None) -> Capture:
-    """The same in another dtype; masks stay as they are."""
-    if dtype is None:
-        return capture
-    tensors: dict[str, Any] = {n: getattr(capture, n).to(dtype) for n in ("query", "key", "value")}
-    return replace(capture, **tensors)
 
 
 def _words(error: Exception) -> str:

@@ -67,11 +67,15 @@ def tune(
     asked["predictors"] = list(predictors)
     if isinstance(trace, Trace):
         asked |= {"model": trace.model.weights, "inputs": [each.digest for each in trace.inputs]}
-    tuned = _State(_state_path(trace, asked, state), asked)
+    if state is None and isinstance(trace, Trace):
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+        state = trace.directory / f"tune-{digest}.json"
+    path = None if state is None else Path(state)
+    tuned = _read_state(path, asked) if path is not None and path.is_file() else {}
     try:
         for name in names:
             seconds = None
-            if name not in tuned.layers:
+            if name not in tuned:
                 captures = trace.captures(name) if isinstance(trace, Trace) else trace[name]
                 settings: dict[str, Any] = {"base": recipe, "predictors": predictors}
                 start = time.perf_counter()
@@ -80,19 +84,21 @@ def tune(
                 if captures:
                     layer = tune_layer(captures, l1=l1, l2=l2, backend=backend, **settings)
                 seconds = round(time.perf_counter() - start, 3)
-                tuned.add(name, replace(layer, seconds=seconds))
+                tuned[name] = replace(layer, seconds=seconds)
+                if path is not None:
+                    _write_state(path, asked, tuned)
             done(name, seconds)
     except KeyboardInterrupt:
         pass
     of_trace: dict[str, Any] = {"model": Fingerprint("", {}, "")}
-    calibration = tuned.summary()
+    calibration = _summary(list(tuned.values()))
     if isinstance(trace, Trace):
         of_trace = {"model": trace.model, "name": trace.name}
         calibration = {**trace.calibration, "query_blocks": trace.blocks, **calibration}
         levels = {level for each in trace.inputs if (level := each.noise_level) is not None}
         calibration |= {"noise_levels": sorted(levels)} if levels else {}
     return Profile(
-        layers={name: tuned.layers.get(name, TunedLayer()).settings for name in names},
+        layers={name: tuned.get(name, TunedLayer()).settings for name in names},
         bounds=(l1, l2),
         default=recipe,
         version=__version__,
@@ -127,53 +133,34 @@ def tune_head_settings(
     return tuned.settings.recipe_with(tuned.settings.heads)
 
 
-class _State:
-    """The layers done, in memory and, where there is a file, in it after every layer."""
-
-    def __init__(self, path: Path | None, asked: dict[str, Any]) -> None:
-        self.path, self.asked = path, asked
-        self.layers: dict[str, TunedLayer] = {}
-        if path is not None and path.is_file():
-            self._read(path)
-
-    def _read(self, path: Path) -> None:
-        try:
-            data = parse_json(read_json_text(path), "it")
-            if data["format"] != STATE_FORMAT or data["asked"] != self.asked:
-                raise ValueError("it is of another trace, or of other bounds or settings")
-            for name, each in data["layers"].items():
-                settings = LayerSettings.from_dict(each["settings"], where=name)
-                self.layers[name] = TunedLayer(settings, each["evaluations"], each["seconds"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{path} cannot be resumed: {error}; remove it to begin again"
-            ) from None
-
-    def add(self, name: str, tuned: TunedLayer) -> None:
-        self.layers[name] = tuned
-        if self.path is not None:
-            layers = {
-                name: {**vars(layer), "settings": layer.settings.to_dict()}
-                for name, layer in self.layers.items()
-            }
-            data = {"format": STATE_FORMAT, "asked": self.asked, "layers": layers}
-            replace_file(self.path, f"{json.dumps(data, indent=1)}\n".encode())
-
-    def summary(self) -> dict[str, Any]:
-        layers = self.layers.values()
+def _read_state(path: Path, asked: dict[str, Any]) -> dict[str, TunedLayer]:
+    """The layers done, by name; refuses a file of another request."""
+    try:
+        data = parse_json(read_json_text(path), "it")
+        if data["format"] != STATE_FORMAT or data["asked"] != asked:
+            raise ValueError("it is of another trace, or of other bounds or settings")
         return {
-            "inputs": max((layer.settings.inputs for layer in layers), default=0),
-            "evaluations_per_head": round(
-                sum(layer.evaluations for layer in layers) / max(len(layers), 1), 1
-            ),
-            "tuning_seconds": round(sum(layer.seconds for layer in layers), 1),
+            name: TunedLayer(
+                **{**each, "settings": LayerSettings.from_dict(each["settings"], name)}
+            )
+            for name, each in data["layers"].items()
         }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be resumed: {error}; remove it to begin again") from None
 
 
-def _state_path(
-    trace: Trace | Captures, asked: dict[str, Any], state: str | os.PathLike[str] | None
-) -> Path | None:
-    if state is not None or not isinstance(trace, Trace):
-        return None if state is None else Path(state)
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-    return trace.directory / f"tune-{digest}.json"
+def _write_state(path: Path, asked: dict[str, Any], tuned: Mapping[str, TunedLayer]) -> None:
+    layers = {
+        name: {**vars(each), "settings": each.settings.to_dict()} for name, each in tuned.items()
+    }
+    data = {"format": STATE_FORMAT, "asked": asked, "layers": layers}
+    replace_file(path, f"{json.dumps(data, indent=1)}\n".encode())
+
+
+def _summary(tuned: Sequence[TunedLayer]) -> dict[str, Any]:
+    evaluations = sum(layer.evaluations for layer in tuned) / max(len(tuned), 1)
+    return {
+        "inputs": max((layer.settings.inputs for layer in tuned), default=0),
+        "evaluations_per_head": round(evaluations, 1),
+        "tuning_seconds": round(sum(layer.seconds for layer in tuned), 1),
+    }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..evaluate.texts import Text, cut, read_text, spread
+from ..evaluate.texts import cut, read_text, spread
 
 MOST_OF_A_TEXT = 16
 
@@ -44,20 +44,20 @@ def held_out_windows(
     return _windows(names, tokenizer, length, inputs, spread)
 
 
-def _windows(
-    names: Sequence[str], tokenizer: Any, length: int, n: int, place: Callable[[int], float]
-) -> list[Window]:
-    texts = [cut(name, read_text(name), tokenizer, needed=length) for name in names]
-    return [_window(texts[j % len(texts)], length, place(j // len(texts))) for j in range(n)]
-
-
 def place_of(j: int) -> float:
     """Where the j-th window of a text begins, as a share of the text."""
     return spread(j) + (1 / 16 if j < MOST_OF_A_TEXT // 2 else 1 / 32)
 
 
-def _window(text: Text, length: int, place: float) -> Window:
-    own = length - len(text.prefix)
-    start = round(place * (len(text.tokens) - own))
-    tokens = [*text.prefix, *text.tokens[start : start + own]]
-    return Window(torch.tensor([tokens]), f"{text.name} from token {start}")
+def _windows(
+    names: Sequence[str], tokenizer: Any, length: int, n: int, place: Callable[[int], float]
+) -> list[Window]:
+    texts = [cut(name, read_text(name), tokenizer, needed=length) for name in names]
+    windows = []
+    for j in range(n):
+        text = texts[j % len(texts)]
+        own = length - len(text.prefix)
+        start = round(place(j // len(texts)) * (len(text.tokens) - own))
+        tokens = [*text.prefix, *text.tokens[start : start + own]]
+        windows.append(Window(torch.tensor([tokens]), f"{text.name} from token {start}"))
+    return windows

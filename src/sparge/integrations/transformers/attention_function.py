@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...errors import Unsupported
 from ...geometry import MAX_HEAD_DIM
-from ...recipe import DEFAULT, Recipe
+from ...recipe import DEFAULT
 from ..site import SITE, Site, allowed_blocks
-from .masks import additive, in_full, make_mask, takes_sdpa, to_attention
+from .masks import make_mask, own_by_class, to_attention, to_own
 
 NAME = "sparge"
 EAGER, SDPA = "eager", "sdpa"
@@ -70,37 +70,38 @@ def attention_forward(
     site: Site = getattr(module, SITE, _ANYWHERE)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     recipe, windowed = site.recipes()
-    tensors = (query, key, value)
-    reason, eager = _why_own(module, tensors, site, recipe, dropout, kwargs)
+    left_out = "" if recipe else site.left_out
+    reason, eager = _why_own(module, (query, key, value), left_out, dropout, kwargs)
     if reason:
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-        own = _own_function(module, site, reason, eager)
-        return _run_own(own, module, tensors, attention_mask, causal, site, reason, given)
+        function, is_eager = _own_function(module, site.own, reason, eager)
+        key, value, mask = to_own(attention_mask, query, key, value, causal, is_eager)
+        compiling = torch.compiler.is_compiling()
+        start = 0.0 if compiling else time.perf_counter()
+        result: tuple[Tensor, Tensor | None] = function(module, query, key, value, mask, **given)
+        if not compiling:
+            seconds = time.perf_counter() - start
+            # Without a mask the first query is at the first key; with one, the last at the last.
+            at_start = attention_mask is None and query.shape[2] > 1
+            offset = 0 if at_start else key.shape[2] - query.shape[2]
+            blocks = allowed_blocks(query, key, is_causal=causal, offset=offset)
+            site.note_own(reason, seconds, blocks)
+        return result
     key, value, arguments = to_attention(attention_mask, query, key, value, causal)
     arguments |= {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     recipe = windowed if causal and not arguments["is_causal"] else recipe
     sinks = kwargs.get("s_aux")
     if sinks is None:
         out = site.attend(query, key, value, arguments, recipe=recipe)
-    else:
+    else:  # a sink is one more key, with a value of zero
         out, lse = site.attend(query, key, value, arguments, recipe=recipe, return_lse=True)
-        out = _with_sinks(out, lse, sinks)
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+        out = out * share[..., None].to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink is one more key with a score and a value of zero."""
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return out * share[..., None].to(out.dtype)
-
-
 def _why_own(
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    site: Site,
-    recipe: Recipe | None,
-    dropout: float,
-    kwargs: dict[str, Any],
+    module: nn.Module, qkv: Sequence[Tensor], left_out: str, dropout: float, kwargs: dict[str, Any]
 ) -> tuple[str, bool]:
     """Why the model's own attention must run ("" if it need not), and whether it must be eager."""
     eager = any(kwargs.get(name) is not None for name in _EAGER_ONLY)
@@ -114,32 +115,32 @@ def _why_own(
                 {NAME: "it has no attention over them, nor has it the mask of them"},
                 "load the model with attn_implementation='sdpa', which it gives that mask",
             )
-    if kwargs.get("output_attentions") or getattr(
-        getattr(module, "config", None), "output_attentions", False
-    ):
+    config = getattr(module, "config", None)
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return "output_attentions: sparge never makes the attention weights", True
-    if recipe is None:
-        return site.left_out, eager
-    if dropout > 0.0:
-        return f"dropout {dropout}: sparge has none", eager
-    if tensors[0].shape[2] == 1:
-        return "one query (decode): dense attention is faster", eager
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return "a gradient is wanted: torch's own is faster; sparge runs under no_grad", eager
-    head_dim = max(x.shape[3] for x in tensors)
-    if head_dim > MAX_HEAD_DIM:
-        return f"head dim {head_dim} is over {MAX_HEAD_DIM}", eager
+    head_dim = max(x.shape[3] for x in qkv)
+    for holds, why in (
+        (left_out, left_out),
+        (dropout > 0.0, f"dropout {dropout}: sparge has none"),
+        (qkv[0].shape[2] == 1, "one query (decode): dense attention is faster"),
+        (
+            torch.is_grad_enabled() and any(x.requires_grad for x in qkv),
+            "a gradient is wanted: torch's own is faster; sparge runs under no_grad",
+        ),
+        (head_dim > MAX_HEAD_DIM, f"head dim {head_dim} is over {MAX_HEAD_DIM}"),
+    ):
+        if holds:
+            return why, eager
     return "", False
 
 
 def _own_function(
-    module: nn.Module, site: Site, reason: str, eager: bool
-) -> tuple[str, Callable[..., Any]]:
-    """The name and the function of the attention that the model had before."""
-    own: OwnAttention | None = site.own
+    module: nn.Module, own: OwnAttention | None, reason: str, eager: bool
+) -> tuple[Callable[..., Any], bool]:
+    """The attention that the model had before, and whether it is the eager one."""
     name = own.name if own else own_by_class(type(getattr(module, "config", None)))
     if not eager and name != EAGER:
-        return name, AttentionInterface()[name]
+        return AttentionInterface()[name], False
     # A graph cannot look for the function, but can read what was found at the start.
     function = (own and own.eager) or eager_function(module)
     if function is None:
@@ -148,41 +149,7 @@ def _own_function(
             {NAME: reason},
             "load the model with another attn_implementation",
         )
-    return EAGER, function
-
-
-def _run_own(
-    own: tuple[str, Callable[..., Any]],
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    causal: bool,
-    site: Site,
-    reason: str,
-    given: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """The attention that the model had before, with a mask as it expects one."""
-    (name, function), (query, key, value) = own, tensors
-    Lq = query.shape[2]
-    if mask is not None and mask.dim() == 2:
-        key, value = key[:, :, : mask.shape[1]], value[:, :, : mask.shape[1]]
-        mask = in_full(mask, Lq)
-    # Without a mask the first query stands at the first key; with one, the last at the last.
-    offset = 0 if mask is None and Lq > 1 else key.shape[2] - Lq
-    if name == EAGER:
-        mask = additive(mask, query, key, causal)
-    start = 0.0 if torch.compiler.is_compiling() else time.perf_counter()
-    out: tuple[Tensor, Tensor | None] = function(module, query, key, value, mask, **given)
-    if not torch.compiler.is_compiling():
-        blocks = allowed_blocks(query, key, is_causal=causal, offset=offset)
-        site.note_own(reason, time.perf_counter() - start, blocks)
-    return out
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def own_by_class(config_class: type) -> str:
-    """The implementation of a model that never had another than ours."""
-    return SDPA if takes_sdpa(config_class) else EAGER
+    return function, True
 
 
 def eager_function(module: nn.Module) -> Callable[..., Any] | None:

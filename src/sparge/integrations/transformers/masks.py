@@ -9,6 +9,7 @@ The form depends on what a model's own code may do with a mask in between (see `
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,10 +22,20 @@ from transformers.masking_utils import (
 )
 
 PADDING, BOOL, ADDITIVE = "padding", "bool", "additive"
-_styles: dict[type, str] = {}
 
 
-def make_mask(
+def make_mask(*, config: Any = None, **asked: Any) -> Tensor | None:
+    """The smallest tensor that expresses the mask; none of size q x kv for causal and padding."""
+    style = style_of(type(config))
+    style = BOOL if style == PADDING and is_encoder(config) else style
+    found, small = _small_mask(style, **asked)
+    make: Any = eager_mask if style == ADDITIVE else sdpa_mask
+    return small if found else make(**asked)
+
+
+def _small_mask(
+    style: str,
+    *,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -34,17 +45,15 @@ def make_mask(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    config: Any = None,
     device: Any = "cpu",
-    **kwargs: Any,
-) -> Tensor | None:
-    """The smallest tensor that expresses the mask; none of size q x kv for causal and padding."""
-    style = style_of(type(config))
-    if style == PADDING and is_encoder(config):
-        style = BOOL
+    **_: Any,
+) -> tuple[bool, Tensor | None]:
+    """Whether less than a whole mask will do, and it."""
+    if kv_offset != 0:
+        return False, None
     compiling = torch.compiler.is_compiling()
     # Where a cache keeps its length on the device, a graph cannot read it.
-    known = kv_offset == 0 and not (compiling and isinstance(q_offset, Tensor))
+    known = not (compiling and isinstance(q_offset, Tensor))
     if known and style == PADDING and mask_function is causal_mask_function:
         width = int(q_offset) + q_length
         enough = attention_mask is None or attention_mask.shape[1] >= width
@@ -54,32 +63,18 @@ def make_mask(
                 padding = None
             # Queries that start at key 0 need no mask for their diagonal, nor does a last one.
             if padding is not None or width == q_length or (q_length == 1 and width == kv_length):
-                return padding
-            return torch.ones((batch_size, width), dtype=torch.bool, device=device)
-    if mask_function is bidirectional_mask_function and style != ADDITIVE and kv_offset == 0:
-        if attention_mask is None and allow_is_bidirectional_skip:
-            return None
-        if attention_mask is not None and attention_mask.shape[1] == kv_length:
+                return True, padding
+            return True, torch.ones((batch_size, width), dtype=torch.bool, device=device)
+    if mask_function is bidirectional_mask_function and style != ADDITIVE:
+        if attention_mask is None:
+            return allow_is_bidirectional_skip, None
+        if attention_mask.shape[1] == kv_length:
             if allow_is_bidirectional_skip and not compiling and bool(attention_mask.all()):
-                return None
+                return True, None
             # A view of the padding: 4-D for the model's code, without memory of size q x kv.
             full = attention_mask[:, None, None, :]
-            return full.expand(batch_size, 1, q_length, kv_length)
-    make: Any = eager_mask if style == ADDITIVE else sdpa_mask
-    mask: Tensor | None = make(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        device=device,
-        **kwargs,
-    )
-    return mask
+            return True, full.expand(batch_size, 1, q_length, kv_length)
+    return False, None
 
 
 def is_encoder(config: Any) -> bool:
@@ -106,25 +101,22 @@ def style_of(config_class: type) -> str:
     With flash attention it passes 2-D masks on untouched; with SDPA it takes None or 4-D bool; with
     neither it may add to its mask, and takes None for nothing masked.
     """
-    known = _styles.get(config_class)
-    if known is None:
-        classes = _models_of(config_class)
-        if classes and all(getattr(each, "_supports_flash_attn", False) for each in classes):
-            known = PADDING
-        elif not classes or all(getattr(each, "_supports_sdpa", False) for each in classes):
-            known = BOOL
-        else:
-            known = ADDITIVE
-        _styles[config_class] = known
-    return known
+    if _all_support(config_class, "flash_attn") and _models_of(config_class):
+        return PADDING
+    return BOOL if _all_support(config_class, "sdpa") else ADDITIVE
 
 
-def takes_sdpa(config_class: type) -> bool:
-    """Whether the models of this config support SDPA."""
-    classes = _models_of(config_class)
-    return all(getattr(each, "_supports_sdpa", False) for each in classes)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def own_by_class(config_class: type) -> str:
+    """The implementation of a model that never had another than ours."""
+    return "sdpa" if _all_support(config_class, "sdpa") else "eager"
 
 
+def _all_support(config_class: type, what: str) -> bool:
+    return all(getattr(each, f"_supports_{what}", False) for each in _models_of(config_class))
+
+
+@cache
 def _models_of(config_class: type) -> list[type]:
     """The model classes of a config: by the auto class, or among those loaded."""
     from transformers import PreTrainedModel
@@ -133,13 +125,10 @@ def _models_of(config_class: type) -> list[type]:
     try:
         model = MODEL_MAPPING[config_class]
     except (KeyError, ImportError, AttributeError, ValueError):
-        found: list[type] = []
         queue: list[type] = [PreTrainedModel]
-        while queue:
-            subclasses: list[type] = queue.pop().__subclasses__()
-            queue += subclasses
-            found += [c for c in subclasses if getattr(c, "config_class", None) is config_class]
-        return found
+        for each in queue:
+            queue += each.__subclasses__()
+        return [each for each in queue if getattr(each, "config_class", None) is config_class]
     models = model if isinstance(model, list | tuple) else [model]
     return [each for each in models if each is not None]
 
@@ -179,21 +168,23 @@ def _hiding(mask: Tensor) -> Tensor:
     return mask.masked_fill(hidden, -torch.inf)
 
 
-def in_full(padding: Tensor, Lq: int) -> Tensor:
-    """The 4-D mask of a 2-D one; the queries are the last of its keys."""
-    full = padding[:, None, None, :]
-    Lk = padding.shape[1]
-    keys = torch.arange(Lk, device=padding.device)
-    return full & (keys <= keys[Lk - Lq :, None])
+def to_own(
+    mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, causal: bool, eager: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The keys, the values and the mask for the model's own attention, which takes it in full.
 
-
-def additive(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
-    """The mask for eager attention, which adds it and has no diagonal without one."""
-    Lq, Lk = query.shape[2], key.shape[2]
-    if mask is None and causal and Lq > 1:
-        rows = torch.arange(Lq, device=query.device)
-        mask = (torch.arange(Lk, device=query.device) <= rows[:, None])[None, None]
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    lowest = torch.finfo(query.dtype).min
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+    Eager attention adds its mask, and has no diagonal without one.
+    """
+    Lq = query.shape[2]
+    if mask is not None and mask.dim() == 2:  # the queries are the last of its keys
+        width = mask.shape[1]
+        key, value = key[:, :, :width], value[:, :, :width]
+        keys = torch.arange(width, device=mask.device)
+        mask = mask[:, None, None, :] & (keys <= keys[width - Lq :, None])
+    if eager and mask is None and causal and Lq > 1:
+        keys = torch.arange(max(Lq, key.shape[2]), device=query.device)
+        mask = (keys[: key.shape[2]] <= keys[:Lq, None])[None, None]
+    if eager and mask is not None and mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+    return key, value, mask
