@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..backends.reference.select import keep_masses
 from ..geometry import ROW_GROUP
 from ..profile import HeadSettings
 from .score import ScoredBlock, ScoredHead, cut
@@ -25,7 +26,7 @@ MASSES = (
     *(0.965, 0.97, 0.975, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.997, 0.998, 0.999, 0.9995),
 )
 SIMILARITIES = (None, *(i / 16 for i in range(1, 16)))
-"""Below 0 the judge is off, so there is nothing to try there."""
+"""Below 0 the test is off, so there is nothing to try there."""
 PV_SKIPS = (0.25, 0.5, 0.75, *(i / 2 for i in range(2, 13)), 7.0, 8.0, 9.0, 10.0, 12.0, 15.0)
 NO_GAIN = 0.95
 """A head that would keep more than this stays dense."""
@@ -43,18 +44,13 @@ def kept_sets(
     least = torch.tensor([-1.0 if s is None else s for s in similarities], device=device)
     odd_columns = ~(head.k_similarity >= least[:, None])
     odd_rows = ~(head.q_similarity[:, None] >= least)
-    # The judge takes columns out of the softmax, which changes no order among the others.
+    # The similarity test takes columns out of the softmax; the others keep their order.
     trusted = may[:, None] & ~odd_columns
-    order = torch.where(may, p, -1.0).sort(dim=-1, descending=True, stable=True).indices
-    rank = order.argsort(-1)
-    held = torch.where(trusted, p[:, None], 0.0).double()
-    reached = held.gather(-1, order[:, None].expand_as(held)).cumsum(-1)
-    total = reached[..., -1:]
-    crossing = torch.searchsorted(reached, (masses.to(device) * total).contiguous())
-    chosen = rank[:, None, None] <= crossing[..., None]
-    unknown = ~(total > 0)  # also of a prediction that is not finite
+    chosen = keep_masses(p[:, None].expand_as(trusted), trusted, masses.to(device))
+    # Also where the prediction is not finite.
+    unknown = ~(torch.where(trusted, p[:, None], 0.0).sum(-1, keepdim=True) > 0)
     always = head.forced[:, None] | odd_columns | odd_rows[..., None] | unknown
-    return ((chosen & trusted[:, :, None]) | always[:, :, None]) & may[:, None, None]
+    return (chosen | always[:, :, None]) & may[:, None, None]
 
 
 def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list[HeadSettings]:
