@@ -121,7 +121,7 @@ def test_windows_count_as_one_text():
 @pytest.mark.parametrize("depth", [10, 50, 90])
 def test_the_needle_is_at_its_depth(chat, depth):
     tokenizer = make_tokenizer(chat=chat)
-    text = texts.cut("words", sentences(3000), tokenizer, needed=512)
+    text = texts.tokenize("words", sentences(3000), tokenizer, needed=512)
     asked = {"length": 512, "depth": depth, "seed": 0}
     made = needle.make_needle(text, tokenizer, **asked)
     assert made == needle.make_needle(text, tokenizer, **asked)
@@ -138,14 +138,14 @@ def test_the_needle_is_at_its_depth(chat, depth):
 
 def test_a_length_with_no_room_for_a_needle():
     tokenizer = make_tokenizer()
-    text = texts.cut("words", sentences(3000), tokenizer, needed=128)
+    text = texts.tokenize("words", sentences(3000), tokenizer, needed=128)
     with pytest.raises(ValueError, match="a needle needs a length of at least 5"):
         needle.make_needle(text, tokenizer, length=40, depth=50, seed=0)
 
 
 def test_the_text_in_windows():
     tokenizer = make_tokenizer()
-    text = texts.cut("words", sentences(1000), tokenizer, needed=512)
+    text = texts.tokenize("words", sentences(1000), tokenizer, needed=512)
     n = len(text.tokens)
     assert text.window(512).tolist() == [list(text.tokens[:512])]
     middle = round((n - 512) / 2)
@@ -154,9 +154,9 @@ def test_the_text_in_windows():
     with_start = texts.Text("x", "", text.tokens, prefix=(1,))
     assert with_start.window(512).tolist() == [[1, *text.tokens[:511]]]
     with pytest.raises(ValueError, match=f"at least 2048 tokens .* has {n};"):
-        texts.cut("words", sentences(1000), tokenizer, needed=2048)
+        texts.tokenize("words", sentences(1000), tokenizer, needed=2048)
     with pytest.raises(ValueError, match="at least one block of 128 tokens"):
-        texts.cut("words", sentences(50), tokenizer, needed=50)
+        texts.tokenize("words", sentences(50), tokenizer, needed=50)
 
 
 def test_depths_are_middles_and_cells_have_one_key_each():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import sparge
+from cli_runs import run_json, run_text
 from sparge.fingerprint import Fingerprint, fingerprint
 from sparge.profile import HeadSettings, LayerSettings, Profile
 
@@ -240,6 +241,18 @@ def banded(*bands, own=()):
         for mass, noise in bands
     ]
     return LayerSettings(heads=own, bands=tuple(layers))
+
+
+@pytest.mark.usefixtures("piped")
+def test_noise_bands_are_shown_and_compared(tmp_path, capsys):
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for path, mass in zip(paths, (0.5, 0.6), strict=True):
+        layer = banded((mass, (0.0, 0.25)), own=(HeadSettings(mass=0.7),))
+        profile_of(Model(), **{"blocks.0": layer}).save(path)
+    assert "blocks.0 [noise 0 to 0.25]" in run_text(["profile", "show", paths[0]], capsys)
+    found = run_json(["profile", "diff", *paths], capsys, code=1)
+    (row,) = found["differences"]
+    assert row["where"].startswith("blocks.0 [noise 0 to 0.25]")
 
 
 def test_a_noise_level_chooses_the_settings_of_its_band(tmp_path):

@@ -16,7 +16,7 @@ from sparge.backends.cpu import library as native
 from sparge.geometry import BLOCK_K, BLOCK_Q
 from sparge.showcase import measure
 from sparge.showcase.attention_maps import LayerCall, block_mass
-from sparge.showcase.measure import ANSWER_TOKENS, measure_showcase, prepare
+from sparge.showcase.measure import ANSWER_TOKENS, measure_showcase, prepare_inputs
 from sparge.zoo import load
 from tiny_lm import MAX_TOKENS, save, sentences
 
@@ -33,7 +33,7 @@ def place(tmp_path_factory):
     text = directory / "text.txt"
     text.write_text(sentences(3000))
     model = save(directory / "model", chat=True)
-    prepared = prepare(model=model, text=str(text), tokens=TOKENS, seed=0)
+    prepared = prepare_inputs(model=model, text=str(text), tokens=TOKENS, seed=0)
     return SimpleNamespace(
         path=model, text=str(text), prepared=prepared, model=load(model, dtype=torch.float32)[0]
     )
@@ -199,12 +199,12 @@ def test_mistakes_are_found_before_the_weights(changes, message, place, tmp_path
     (tmp_path / "medium").write_text(sentences(300))
     settings = {"model": place.path, "text": place.text, "tokens": TOKENS, "seed": 0}
     with pytest.raises(ValueError, match=message):
-        prepare(**{**settings, **changes})
+        prepare_inputs(**{**settings, **changes})
 
 
 def test_another_seed_is_another_needle(place):
     def needle(seed):
         settings = {"model": place.path, "text": place.text, "tokens": TOKENS}
-        return prepare(**settings, seed=seed).needle
+        return prepare_inputs(**settings, seed=seed).needle
 
     assert needle(0) == place.prepared.needle != needle(1)

@@ -25,7 +25,7 @@ from .geometry import (
     n_blocks,
 )
 from .support.atomic_files import replace_file
-from .support.block_picture import draw
+from .support.block_picture import draw_blocks
 from .support.json_text import parse_json
 from .tokenmask import EXCLUDED, OPEN, TokenMask, as_4d, check_mask
 
@@ -289,7 +289,7 @@ class BlockPlan:
         """One head drawn with query blocks downwards and key blocks across."""
         tokens = self.diagonal
         allowed = tokens.block_kinds(self.counts.device)[0, 0] != EXCLUDED
-        return draw(self.to_mask()[b, h], allowed, width)
+        return draw_blocks(self.to_mask()[b, h], allowed, width)
 
     def __str__(self) -> str:
         B, Hq, n_q = self.counts.shape

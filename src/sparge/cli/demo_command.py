@@ -20,7 +20,7 @@ from .arguments import MODEL, add_json, add_model, add_recipe, add_text, check_f
 from .screen import console, deliver, progress, show_table
 
 if TYPE_CHECKING:
-    from ..showcase.measure import Prepared
+    from ..showcase.measure import DemoInputs
     from ..showcase.result import Showcase
 
 STEPS = 4  # of a run, besides its prefills: loading, warming up, perplexity, attention maps
@@ -54,20 +54,18 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def prepare(args: argparse.Namespace) -> Prepared:
+def prepare(args: argparse.Namespace) -> DemoInputs:
     """Fetch model and text, and check all that can be checked without the weights."""
-    from ..showcase.measure import prepare as prepare_document
+    from ..showcase.measure import prepare_inputs
 
     try:
-        return prepare_document(
-            model=args.model, text=args.text, tokens=args.tokens, seed=args.seed
-        )
+        return prepare_inputs(model=args.model, text=args.text, tokens=args.tokens, seed=args.seed)
     except Unsupported as refusal:
         what = f"the demo needs the model {args.model} and the text {args.text}: {refusal.what}"
         raise Unsupported(what, refusal.reasons, refusal.way_out) from None
 
 
-def measure(args: argparse.Namespace, prepared: Prepared) -> Showcase:
+def measure(args: argparse.Namespace, prepared: DemoInputs) -> Showcase:
     from ..showcase.measure import measure_showcase
 
     where = where_it_runs()
@@ -84,7 +82,7 @@ def measure(args: argparse.Namespace, prepared: Prepared) -> Showcase:
         )
 
 
-def load(args: argparse.Namespace, prepared: Prepared) -> Any:
+def load(args: argparse.Namespace, prepared: DemoInputs) -> Any:
     from .. import zoo
 
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.directory or f"sparge-eval-{name}")
     check_directory(str(path))
     # These import heavy libraries; the checks above need none of them.
-    from ..evaluate.eval_figures import draw
+    from ..evaluate.eval_figures import draw_figures
     from ..evaluate.tested_model import TestedModel
 
     with threads(args.threads) if args.threads else nullcontext():
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             measure(tested, directory)
             document = make_document(tested, where, directory)
             replace_file(path / DOCUMENT_FILE, f"{to_json(document)}\n".encode())
-            figures = draw(document, path)
+            figures = draw_figures(document, path)
     deliver(document, args, lambda: show(document, [path / DOCUMENT_FILE, *figures]))
     return OK
 

@@ -55,7 +55,7 @@ def layers_table(profile: Profile) -> Table:
             Column("error", "worst\nerror", error),
             Column("dense", "dense\nheads"),
         ],
-        rows=[_row_of_layer(name, layer) for name, layer in profile.layers.items()],
+        rows=[_row_of_layer(name, layer) for name, layer in profile.named_settings().items()],
     )
 
 
@@ -92,7 +92,7 @@ def heads_table(name: str, layer: LayerSettings) -> Table:
 def _show(profile: Profile, heads: bool) -> None:
     screen, model = console(), profile.model
     show_table(screen, layers_table(profile))
-    for name, layer in profile.layers.items():
+    for name, layer in profile.named_settings().items():
         if heads and layer.is_tuned:
             show_table(screen, heads_table(name, layer))
     shapes = ", ".join(f"{name} {number}" for name, number in model.shapes.items())
@@ -119,8 +119,9 @@ def differences(a: Profile, b: Profile) -> list[dict[str, Any]]:
         rows.append({"where": "model", "first": "", "second": reason})
     note("bounds", list(a.bounds), list(b.bounds))
     note("default", a.default.to_dict(), b.default.to_dict())
-    for name in dict.fromkeys([*a.layers, *b.layers]):
-        one, two = a.layers.get(name), b.layers.get(name)
+    first, second = a.named_settings(), b.named_settings()
+    for name in dict.fromkeys([*first, *second]):
+        one, two = first.get(name), second.get(name)
         if one is None or two is None:
             note(name, "present" if one else "missing", "present" if two else "missing")
             continue

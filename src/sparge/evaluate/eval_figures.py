@@ -14,7 +14,7 @@ from ..support.atomic_files import replace_file
 WORST_LOSS = 2.0  # losses above this have the same colour
 
 
-def draw(document: dict[str, Any], directory: Path) -> list[Path]:
+def draw_figures(document: dict[str, Any], directory: Path) -> list[Path]:
     """Write the figures that have rows; none without matplotlib. Returns their paths."""
     if find_spec("matplotlib") is None:
         return []

@@ -19,7 +19,7 @@ def tokenizer_of(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
-def fingerprint(name: str, directory: Path) -> dict[str, Any]:
+def directory_fingerprint(name: str, directory: Path) -> dict[str, Any]:
     """Facts about the model; digest: of its config and of the size and both ends of each file."""
     files = sorted(file for pattern in WEIGHTS for file in directory.glob(pattern))
     if not files:

@@ -18,10 +18,10 @@ from ..integrations import accelerate
 from ..support.optional_libraries import need_libraries
 from . import harness
 from .logits import splits
-from .model_directory import config_of, fingerprint, max_tokens, tokenizer_of
+from .model_directory import config_of, directory_fingerprint, max_tokens, tokenizer_of
 from .needle import Needle, make_needle
 from .settings import DENSE_VARIANT, NEEDLE, SPARGE_VARIANT, TASKS, Settings
-from .texts import Text, cut, read_text
+from .texts import Text, read_text, tokenize
 
 CLOCKED = "clocked"
 """Dense attention through sparge's hook, which measures the time spent in attention."""
@@ -56,7 +56,7 @@ class TestedModel:
         self.text = Text("none", "", ())  # tasks bring their own
         if settings.needed_tokens or harness.LONGTEXT_TASK in settings.tasks:
             raw = read_text(settings.text)
-            self.text = cut(settings.text, raw, tokenizer, needed=settings.needed_tokens)
+            self.text = tokenize(settings.text, raw, tokenizer, needed=settings.needed_tokens)
         self.needles: dict[tuple[int, int | None], Needle] = {}
         if NEEDLE in settings.measures:
             for n in sorted(set(settings.lengths)):
@@ -64,7 +64,7 @@ class TestedModel:
                     self.needles[n, depth] = make_needle(
                         self.text, tokenizer, length=n, depth=depth, seed=settings.seed
                     )
-        self.fingerprint = fingerprint(settings.model, self.directory)
+        self.fingerprint = directory_fingerprint(settings.model, self.directory)
 
     def key(self) -> dict[str, Any]:
         """What the results depend on; the caller adds versions and machine."""

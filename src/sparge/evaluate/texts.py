@@ -57,7 +57,7 @@ def read_text(name: str) -> str:
     return str(zoo.text(name))
 
 
-def cut(name: str, text: str, tokenizer: Any, *, needed: int) -> Text:
+def tokenize(name: str, text: str, tokenizer: Any, *, needed: int) -> Text:
     """The text as tokens. Raises ValueError if it is shorter than `needed`."""
     # verbose: a tokenizer warns that the text is longer than its model allows.
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

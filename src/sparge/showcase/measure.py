@@ -18,11 +18,11 @@ from torch import Tensor
 
 from .. import zoo
 from ..evaluate.logits import Outputs, compare, outputs_of, splits
-from ..evaluate.model_directory import fingerprint, tokenizer_of
+from ..evaluate.model_directory import directory_fingerprint, tokenizer_of
 from ..evaluate.needle import make_needle, prompt_of
 from ..evaluate.settings import DENSE_VARIANT, SPARGE_VARIANT, VARIANTS
 from ..evaluate.tested_model import total_runs
-from ..evaluate.texts import cut, read_text
+from ..evaluate.texts import read_text, tokenize
 from ..geometry import BLOCK_Q
 from ..integrations import accelerate
 from ..integrations.handle import Handle
@@ -39,7 +39,7 @@ WARMUP_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Prepared:
+class DemoInputs:
     """What is known before the weights are loaded. ids: the prompt, `[1, L]`."""
 
     directory: Path
@@ -50,12 +50,12 @@ class Prepared:
     needle: HiddenFact
 
 
-def prepare(*, model: str, text: str, tokens: int, seed: int) -> Prepared:
+def prepare_inputs(*, model: str, text: str, tokens: int, seed: int) -> DemoInputs:
     """Check the arguments and make the prompt, at most `tokens` long with its question."""
     if tokens < BLOCK_Q:
         raise ValueError(f"--tokens must be at least one block of {BLOCK_Q}, got {tokens}")
     directory = zoo.directory_of(model)
-    facts = fingerprint(model, directory)
+    facts = directory_fingerprint(model, directory)
     limit = facts["max_tokens"]
     if limit is not None and tokens + ANSWER_TOKENS > limit:
         raise ValueError(
@@ -63,7 +63,7 @@ def prepare(*, model: str, text: str, tokens: int, seed: int) -> Prepared:
             f"{limit} tokens, and its answer takes {ANSWER_TOKENS}"
         )
     tokenizer = tokenizer_of(directory)
-    document = cut(text, read_text(text), tokenizer, needed=tokens)
+    document = tokenize(text, read_text(text), tokenizer, needed=tokens)
     found = make_needle(document, tokenizer, length=tokens, depth=DEPTH, seed=seed)
     prompt = prompt_of(tokenizer, found.context, found.question, found.prefix)
     special = tokenizer.chat_template is None  # a template writes them itself
@@ -71,7 +71,7 @@ def prepare(*, model: str, text: str, tokens: int, seed: int) -> Prepared:
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    return Prepared(
+    return DemoInputs(
         directory,
         facts,
         {"name": text, "digest": document.digest},
@@ -90,7 +90,7 @@ def prepare(*, model: str, text: str, tokens: int, seed: int) -> Prepared:
 
 @torch.inference_mode()
 def measure_showcase(
-    prepared: Prepared,
+    prepared: DemoInputs,
     model: Any,
     *,
     recipe: Recipe | None,
@@ -149,7 +149,7 @@ def measure_showcase(
 class _Reader:
     """One variant. Besides `attention`, all that is gathered comes from its first turn."""
 
-    prepared: Prepared
+    prepared: DemoInputs
     model: Any
     name: str
     recipe: Recipe | None

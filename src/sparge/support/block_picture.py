@@ -9,7 +9,7 @@ SHADES = " ░▒▓█"
 NOTHING = "·"
 
 
-def draw(kept: Tensor, allowed: Tensor, width: int = 32) -> str:
+def draw_blocks(kept: Tensor, allowed: Tensor, width: int = 32) -> str:
     """Each character is a patch of blocks: the darker, the more of the allowed ones are kept.
 
     kept, allowed: bool `[n_q, n_k]`. A patch in which nothing may be attended is a dot.

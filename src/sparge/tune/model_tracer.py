@@ -63,7 +63,7 @@ def trace_model(
         trace = Trace(where, fingerprint(model), name, blocks, names, (), dict(calibration or {}))
         trace = _completed(trace)
         for i, given in enumerate(inputs):
-            digest = digest_of(given)
+            digest = inputs_digest(given)
             if all(each.digest != digest for each in trace.inputs):
                 left = len(names) * (len(inputs) - i)
                 writer = _Writer(trace, f"input-{digest[:12]}", dtype, max_bytes, left)
@@ -86,7 +86,7 @@ def trace_model(
     return trace
 
 
-def digest_of(given: Inputs) -> str:
+def inputs_digest(given: Inputs) -> str:
     """SHA-256 of an input's numbers, the same on every machine."""
     digest = hashlib.sha256()
     for name, value in sorted(_arguments(given).items()):

@@ -120,7 +120,7 @@ class CaptureScorer:
         scores = scores if allowed is None else scores.masked_fill_(~allowed, -math.inf)
         top = scores.amax(-1, keepdim=True)
         weights = (scores - top.masked_fill_(top == -math.inf, 0.0)).exp_()
-        by_block = cut(weights, -1, BLOCK_K)
+        by_block = split_blocks(weights, -1, BLOCK_K)
         sums = by_block.sum(-1)
         sampled = sums[sampled_rows(len(sums), self.recipe.sample_rows)]
         total = sampled.sum(-1, keepdim=True)
@@ -133,8 +133,8 @@ class CaptureScorer:
         first = i % thin % n_blocks(len(sums), ROW_GROUP)
         chosen = (group % thin == first).nonzero().squeeze(1) if thin > 1 else slice(None)
         by_block = by_block[chosen]
-        outputs = by_block.transpose(0, 1) @ cut(self.v[kv, :stop], -2, BLOCK_K)
-        maxima = cut(scores, -1, BLOCK_K, fill=-math.inf).amax(-1)[chosen]
+        outputs = by_block.transpose(0, 1) @ split_blocks(self.v[kv, :stop], -2, BLOCK_K)
+        maxima = split_blocks(scores, -1, BLOCK_K, fill=-math.inf).amax(-1)[chosen]
         truth = self.exact[h, rows][chosen]
         block = ScoredBlock(outputs, sums[chosen].T.contiguous(), maxima.T.contiguous(), truth)
         kinds = tokens.block_kinds(scores.device)
@@ -142,7 +142,7 @@ class CaptureScorer:
         return block, whole_mass, may, forced_blocks(tokens, self.recipe, scores.device)[0]
 
 
-def cut(x: Tensor, dim: int, block: int, *, fill: float = 0.0) -> Tensor:
+def split_blocks(x: Tensor, dim: int, block: int, *, fill: float = 0.0) -> Tensor:
     """`in_blocks`, without its copy where there is no tail."""
     if x.shape[dim] % block == 0:
         return x.unflatten(dim, (-1, block))

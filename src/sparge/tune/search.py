@@ -17,7 +17,7 @@ from torch import Tensor
 from ..backends.reference.select import keep_masses
 from ..geometry import ROW_GROUP
 from ..profile import HeadSettings
-from .score import ScoredBlock, ScoredHead, cut
+from .score import ScoredBlock, ScoredHead, split_blocks
 
 MASSES = (
     *(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.54, 0.58, 0.62, 0.65, 0.68),
@@ -157,7 +157,7 @@ def pv_skips(maxima: Tensor, thresholds: Sequence[float]) -> Tensor:
     before[1:] = maxima.cummax(0).values[:-1]
     # A row that has seen nothing yet skips nothing: -inf - -inf is NaN, which is no distance.
     gap = (before - maxima).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    nearest = cut(gap, -1, ROW_GROUP, fill=math.inf).amin(-1)
+    nearest = split_blocks(gap, -1, ROW_GROUP, fill=math.inf).amin(-1)
     limit = torch.tensor(thresholds, dtype=gap.dtype, device=gap.device)[:, None, None]
     return nearest >= limit
 
@@ -166,6 +166,6 @@ def _wrong_with_pv(block: ScoredBlock, skip: Tensor) -> Tensor:
     """Σ|output - truth| for every threshold of the second filter; all groups of rows at once."""
     kept = (~skip).to(block.sums.dtype).permute(2, 0, 1)
     # The tail of a last group is rows of zeros, which are right as they are.
-    outputs = cut(block.outputs, -2, ROW_GROUP).transpose(0, 1)
-    sums = cut(block.sums, -1, ROW_GROUP).transpose(0, 1)
-    return _wrong(kept, outputs, sums, cut(block.truth, -2, ROW_GROUP)).sum(0)
+    outputs = split_blocks(block.outputs, -2, ROW_GROUP).transpose(0, 1)
+    sums = split_blocks(block.sums, -1, ROW_GROUP).transpose(0, 1)
+    return _wrong(kept, outputs, sums, split_blocks(block.truth, -2, ROW_GROUP)).sum(0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..evaluate.texts import cut, read_text, spread
+from ..evaluate.texts import read_text, spread, tokenize
 
 MOST_OF_A_TEXT = 16
 
@@ -52,7 +52,7 @@ def place_of(j: int) -> float:
 def _windows(
     names: Sequence[str], tokenizer: Any, length: int, n: int, place: Callable[[int], float]
 ) -> list[Window]:
-    texts = [cut(name, read_text(name), tokenizer, needed=length) for name in names]
+    texts = [tokenize(name, read_text(name), tokenizer, needed=length) for name in names]
     windows = []
     for j in range(n):
         text = texts[j % len(texts)]

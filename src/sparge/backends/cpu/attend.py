@@ -14,7 +14,7 @@ from ...recipe import PRECISIONS, heads_of
 from ...stages import Attended, Gradients, Prepared, Saved
 from ...tokenmask import TokenMask
 from . import library
-from .arguments import parts_of, token_parts
+from .op_arguments import parts_of, token_parts
 
 
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:

@@ -10,7 +10,7 @@ from ...recipe import PRECISIONS, PREDICTORS
 from ...stages import Prepared
 from ...tokenmask import TokenMask
 from . import library
-from .arguments import min_similarity, scored_parts, token_parts
+from .op_arguments import min_similarity, scored_parts, token_parts
 
 
 def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:

@@ -16,7 +16,7 @@ from ...tokenmask import TokenMask
 from ..budget import checked_rows, masses_of, take_step
 from ..forced import forced_blocks
 from . import library
-from .arguments import min_similarity, scored_parts, token_parts
+from .op_arguments import min_similarity, scored_parts, token_parts
 
 ALL, MASS, FRACTION = 0, 1, 2
 SMALL = 2**14
