@@ -222,11 +222,11 @@ def test_without_lm_eval(argv, capsys, monkeypatch):
 
 
 def test_two_models_have_two_fingerprints(model, tmp_path):
-    first = model_directory.fingerprint("a", Path(model))
-    other = model_directory.fingerprint("a", Path(save(tmp_path / "other", seed=1)))
+    first = model_directory.directory_fingerprint("a", Path(model))
+    other = model_directory.directory_fingerprint("a", Path(save(tmp_path / "other", seed=1)))
     assert (
         first["digest"]
-        == model_directory.fingerprint("a", Path(model))["digest"]
+        == model_directory.directory_fingerprint("a", Path(model))["digest"]
         != other["digest"]
     )
 
