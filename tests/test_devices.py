@@ -82,7 +82,7 @@ def test_a_device_that_is_not_the_host_is_chosen_without_the_native_core(add_bac
 
     class Provisional(FixedCost):
         def before(self, call):
-            return Estimate(True, "by built-in numbers", "estimate")
+            return Estimate(True, "by built-in numbers", "estimate", settled=False)
 
     add_backend("gpu", cost=Provisional(True, ""))
     q, k, v = tensors()

@@ -17,7 +17,7 @@ from .call import Inputs
 from .check import check_call, check_plan
 from .dispatch import Choice
 from .dispatch.call_cache import check_and_choose
-from .execute import run_attend, run_attention, tokens_of, undisturbed
+from .execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
 from .ops import facts_of, plan_of_tensors
 from .qtensor import Operands
 from .recipe import Recipe
@@ -168,7 +168,10 @@ def make_plan(
         backend=backend,
         planning=True,
     )
-    masks = (as_4d(attn_mask), as_4d(block_mask))
+    inputs = Inputs(query, key, value, as_4d(attn_mask), as_4d(block_mask))
+    if not (torch.compiler.is_compiling() or wants_op(query)):
+        return run_plan(call, inputs, backend=backend)
+    masks = (inputs.attn_mask, inputs.block_mask)
     *plan, error = torch.ops.sparge.plan(query, key, *masks, *facts_of(call), backend, value)
     made = plan_of_tensors(tuple(plan), call, error)
     return made if torch.compiler.is_compiling() else made.trust()

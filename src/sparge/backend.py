@@ -22,12 +22,13 @@ class Estimate:
     """Whether a backend is predicted to be faster than dense attention, and why.
 
     source: `"measured"` on this machine, `"estimate"` by built-in numbers, or `""` where the
-    answer needed neither.
+    answer needed neither. settled: no calibration would improve the numbers.
     """
 
     faster: bool
     reason: str
     source: str = ""
+    settled: bool = True
 
 
 class Cost(Protocol):
@@ -94,7 +95,6 @@ class Backend:
     cost: whether it is faster than dense attention.
     isa: the instruction set or architecture it runs with, for the record.
     row_group: consecutive query rows that its second filter judges together.
-    q_rows_per_scale, k_rows_per_scale: rows that share an int8 scale; 1 is one per token.
     """
 
     name: str
@@ -104,5 +104,3 @@ class Backend:
     cost: Cost = field(default=FixedCost(True, "assumed to be faster than dense attention"))
     isa: Callable[[Host, Call], str] = torch_capability
     row_group: int = ROW_GROUP
-    q_rows_per_scale: int = 1
-    k_rows_per_scale: int = 1

@@ -12,7 +12,7 @@ from ..backends.cpu.library import ENV_ISA
 from ..bench.self_check import LENGTH, check_backends
 from ..call import Call
 from ..check import check_call
-from ..dispatch import AUTO, DENSE, ENV, backends, choose
+from ..dispatch import AUTO, DENSE, ENV_BACKEND, backends, choose
 from ..errors import Unsupported
 from ..recipe import DEFAULT
 from ..report import crossover_status
@@ -106,7 +106,7 @@ def show(document: dict[str, Any]) -> None:
         **crossover_status.status_lines(document["crossover"]),
         "accelerators": ", ".join(facts["accelerators"]) or "none found by torch",
         "environment": " ".join(f"{k}={v}" for k, v in document["environment"].items())
-        or f"no SPARGE_ variable set ({ENV} forces a backend)",
+        or f"no SPARGE_ variable set ({ENV_BACKEND} forces a backend)",
     }
     for name, text in lines.items():
         screen.print(f"{name:22}{text}", soft_wrap=True)

@@ -20,7 +20,7 @@ import torch
 
 from .. import zoo
 from ..backends.cpu import library as native
-from ..dispatch import AUTO, ENV
+from ..dispatch import AUTO, ENV_BACKEND
 from ..evaluate.run_directory import DOCUMENT_FILE, RunDirectory, open_run
 from ..evaluate.settings import MEASURES, TASKS, Cell, Settings, digest_of
 from ..report.machine import isa_in_use, machine, machine_text, versions, where_it_runs
@@ -105,7 +105,7 @@ def numbers_depend_on() -> dict[str, Any]:
         # A new build changes the native core while the versions stay.
         "native": "" if library is None else digest_of(Path(library).read_bytes()),
         "isa": isa_in_use(),
-        "backend": os.environ.get(ENV, AUTO),
+        "backend": os.environ.get(ENV_BACKEND, AUTO),
         "cpu": machine()["cpu"],
         "threads": torch.get_num_threads(),
     }

@@ -5,13 +5,11 @@ from ..host import host
 from .choose import Choice, choose, route_by_plan, settle
 from .registry import backends, get_backend, register_backend, unregister_backend
 
-ENV = ENV_BACKEND
-
 __all__ = [
     "AUTO",
     "CPU",
     "DENSE",
-    "ENV",
+    "ENV_BACKEND",
     "Backend",
     "Choice",
     "backends",

@@ -90,7 +90,7 @@ def asked_backend(backend: str) -> tuple[str, str]:
 def settle(call: Call, choice: Choice) -> Choice:
     """A choice of `auto` that rests on built-in numbers, made again after a calibration."""
     estimate = choice.estimate
-    if estimate is None or not estimate.source or torch.compiler.is_compiling():
+    if estimate is None or estimate.settled or torch.compiler.is_compiling():
         return choice
     where = host(call.device)
     able = [b for b in backends() if b.refusal(where, call) is None]

@@ -31,8 +31,7 @@ def calibrate() -> dict[str, Any]:
     if why := native.why_missing():
         raise Unsupported("there is nothing to calibrate:", {"cpu": why}, "dense attention is used")
     measured = costs.measure()
-    COST.adopt(measured)
-    return _status(measured, cache.write(measured), "measured now")
+    return _status(measured, COST.adopt(measured), "measured now")
 
 
 def cached() -> dict[str, Any]:

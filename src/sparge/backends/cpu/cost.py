@@ -13,7 +13,7 @@ from datetime import datetime, timedelta, timezone
 
 import torch
 
-from ...backend import ESTIMATED, MEASURED, Estimate
+from ...backend import Estimate
 from ...blockplan import BlockPlan
 from ...call import Call
 from ...geometry import BLOCK_Q
@@ -83,19 +83,20 @@ class CpuCost:
         """Why the last calibration of this process failed; "" if none did."""
         return self._failures.get(_where(), "")
 
-    def adopt(self, crossover: Crossover) -> None:
-        """These numbers are in force from now on; choices made before are forgotten."""
+    def adopt(self, crossover: Crossover) -> str:
+        """Use these numbers from now on and store them; returns why they are not stored, or ""."""
         where = (crossover.key["isa"], int(crossover.key["threads"]))
         self._crossovers[where] = crossover
         self._failures.pop(where, None)
         self._generation += 1
+        return cost_file.write(crossover)
 
     def calibrate(self, call: Call) -> bool:
         """Measure once per process, if nothing was measured or only on a busy machine long ago."""
         if not library.available():
             return False
         where, current = _where(), self.crossover()
-        if not _allowed() or not (current.source == ESTIMATED or _stale(current)):
+        if not _allowed() or (current.measured and not _stale(current)):
             return False
         own = object()
         if self._measuring.setdefault((os.getpid(), where), own) is not own:
@@ -109,9 +110,8 @@ class CpuCost:
         except BaseException:  # Ctrl-C; the next call tries again
             del self._measuring[os.getpid(), where]
             raise
-        if current.source == MEASURED and measured.noise > current.noise and not measured.steady:
+        if current.measured and not measured.steady and measured.disturbance > current.disturbance:
             return False
-        cost_file.write(measured)
         self.adopt(measured)
         return True
 

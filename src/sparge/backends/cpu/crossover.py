@@ -68,9 +68,18 @@ class Crossover:
     measured: bool = False
 
     @property
+    def disturbance(self) -> float:
+        """How much other programs disturbed the measurement, as a share of what is tolerated."""
+        return max(self.noise / MOST_NOISE, self.busy / MOST_BUSY)
+
+    @property
     def steady(self) -> bool:
         """Whether the machine was quiet enough for the numbers to be kept for good."""
-        return self.noise <= MOST_NOISE and self.busy <= MOST_BUSY
+        return self.disturbance <= 1.0
+
+    def answer(self, faster: bool, reason: str) -> Estimate:
+        settled = self.measured and self.steady
+        return Estimate(faster, f"{reason} ({self.words})", self.source, settled)
 
     @property
     def source(self) -> str:
@@ -114,9 +123,9 @@ class Crossover:
         ours, dense = self.predict_sparse(call, density), self.predict_dense(call)
         reason = (
             f"predicted {ours * 1e3:.2f} ms at density {density:.2f}, dense attention "
-            f"{dense * 1e3:.2f} ms ({self.words})"
+            f"{dense * 1e3:.2f} ms"
         )
-        return Estimate(ours < CLEARLY * dense, reason, self.source)
+        return self.answer(ours < CLEARLY * dense, reason)
 
     def estimate_plan(self, call: Call, plan: BlockPlan) -> Estimate:
         """Once there is a plan: attention alone, since what came before is paid for."""
@@ -125,9 +134,9 @@ class Crossover:
         whole = self.predict_attend(call, int(plan.allowed.sum()) / blocks)
         reason = (
             f"the plan keeps {plan.density:.0%} of the blocks; dense attention is faster from "
-            f"{CLEARLY * dense / whole:.0%} ({self.words})"
+            f"{CLEARLY * dense / whole:.0%}"
         )
-        return Estimate(ours < CLEARLY * dense, reason, self.source)
+        return self.answer(ours < CLEARLY * dense, reason)
 
     def _cost(self, way: str, call: Call) -> UnitCosts:
         """Linear in the head dim, and never less than half of what 64 cost: softmax remains."""
