@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from .api import PackedOptions, attention
+from .api import PackedOptions, attention, wants_op
 from .backend import AUTO
 from .call import Call
 from .check import check_boundaries, check_varlen
-from .execute import choices, run_together, sequences
+from .execute import choices, run_together, run_varlen, sequences
 from .recipe import Recipe
 from .record import apart, note
 from .support.autocast import as_autocast
@@ -88,9 +88,13 @@ def attention_varlen(
     )
     if call.needs_grad:
         out, lse = _differentiable(*packed, call, backend, causal_align)
-    else:
+    elif torch.compiler.is_compiling() or wants_op(query):
         facts = (call.is_causal, causal_align, call.scale, call.recipe.to_json())
         out, lse = torch.ops.sparge.attention_varlen(*packed, *facts, return_lse, backend)
+    else:
+        cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
+        tensors = (query, key, value)
+        out, lse = run_varlen(call, *tensors, cuts, backend=backend, align=causal_align)
     if not return_lse:
         return out
     assert lse is not None

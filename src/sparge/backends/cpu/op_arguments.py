@@ -30,7 +30,7 @@ def scored_parts(operands: Operands) -> tuple[Any, ...]:
 
 
 def min_similarity(call: Call) -> Tensor | None:
-    """Of each query head; None without a judge, and for `KeepAll`, which judges nothing."""
+    """Of each query head; None without a similarity test, as always for `KeepAll`."""
     least = call.recipe.min_similarity
     if least is None or not call.predicts:
         return None
