@@ -16,6 +16,7 @@ constexpr int kBlockK = 64;   // rows of a key block
 constexpr int kLanes = 16;    // queries of a row group: the lanes of one vector
 constexpr int kGroups = kBlockQ / kLanes;
 constexpr int kMaxDim = 256;
+constexpr int kMaxSteps = 64;  // of an error budget: bounds the scratch
 
 enum class Dtype : int { f32, bf16, f16, i8 };
 enum class Precision : int { int8, int8_fast, half, exact };
@@ -151,19 +152,41 @@ struct SelectArgs {
   int32_t *counts, *indices, *allowed;
   // Keep::error: `indices` receives for each block the first step that keeps it, -1 where no pair
   // may attend; `counts` is not written.
-  const double* masses;  // [Hq, n_steps], ascending
+  const double* masses;  // [n_steps], ascending
   int n_steps;
 };
 
-// The error of every step of a budget, measured on some rows. Rows come in groups of 16.
-struct BudgetArgs : ScoreArgs {
-  Rows value;
+// Rows of one head that a task of an error budget looks at, and their places in its outputs.
+constexpr int kMaxCheckGroups = 4;  // groups of 16 rows that share one pass over K and V
+struct RowTask {
+  int64_t b, h;
+  int n;
+  int64_t row[kMaxCheckGroups * kLanes], place[kMaxCheckGroups * kLanes];
+};
+
+// The mass that each step of a budget drops from some rows.
+struct SurveyArgs : ScoreArgs {
   const int32_t* first_steps;  // [B, Hq, n_q, n_k], from selection
   int n_steps;
-  const int64_t* checked;  // [n_checked] query rows
-  int64_t n_checked;
-  int groups_per_task;
-  double *wrong, *whole;  // [B, Hq, groups, n_steps], [B, Hq, groups]
+  const RowTask* tasks;
+  float* dropped;  // [places][n_steps]
+};
+
+// The error of every step of a budget, measured on some rows.
+struct BudgetArgs : SurveyArgs {
+  ScoreArgs exact;       // scores of the caller's own tensors
+  Rows value;            // the caller's own
+  Rows codes;            // 8-bit V, if attention reads it
+  const float* v_scale;  // [B, Hk, n_k, Dv] of it
+  // [places][n_steps], [places][n_steps + 1], [places]
+  double *skipping, *total, *whole;
+};
+
+// Squared distances of queries from the mean of their block.
+struct DeviationArgs {
+  Rows query;
+  int64_t H, L, D;
+  float *deviation, *energy;  // [B, H, L], [B, H, n_q]
 };
 
 struct AttendArgs : ScoreArgs {
@@ -218,8 +241,10 @@ struct Kernels {
   void (*predict)(const PredictArgs&, int64_t task, char* scratch);
   size_t (*select_scratch)(const SelectArgs&);
   void (*select)(const SelectArgs&, int64_t task, char* scratch);
-  // A task is `BudgetArgs::groups_per_task` groups of checked rows of one head.
-  int max_budget_groups;
+  // What an error budget looks at; a task is a query block, or a `RowTask`.
+  void (*deviations)(const DeviationArgs&, int64_t task);
+  size_t (*survey_scratch)(const SurveyArgs&);
+  void (*survey)(const SurveyArgs&, int64_t task, char* scratch);
   size_t (*budget_scratch)(const BudgetArgs&);
   void (*budget)(const BudgetArgs&, int64_t task, char* scratch);
   // Facts about K and V that attend reads besides its operands; a task is one key block.

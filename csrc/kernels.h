@@ -10,6 +10,7 @@
 #include "predict.h"
 #include "select.h"
 #include "statistics.h"
+#include "survey.h"
 
 namespace sparge {
 namespace {
@@ -90,7 +91,9 @@ constexpr Kernels table(const char* name) {
           run<Predictions, PredictArgs>,
           scratch_of<Selection, SelectArgs>,
           run<Selection, SelectArgs>,
-          kMaxBudgetGroups,
+          deviations,
+          scratch_of<DroppedMasses, SurveyArgs>,
+          run<DroppedMasses, SurveyArgs>,
           scratch_of<StepErrors, BudgetArgs>,
           run<StepErrors, BudgetArgs>,
           needs_code_sums,

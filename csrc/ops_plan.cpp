@@ -1,10 +1,9 @@
-// torch.ops.sparge_cpu.{predict, select, select_steps, take_steps}: from statistics to a plan.
+// torch.ops.sparge_cpu.{predict, select, first_steps, take_steps}: from statistics to a plan.
 //
-//   predict       the mass map [B, Hq, n_q, n_k]; a caller on several machines reduces it here
-//   select        the kept blocks of every query block
-//   select_steps  for an error budget: the first step that keeps each block, and the error of
-//                 each step on the checked rows; then
-//   take_steps    the kept blocks of the step that each head takes
+//   predict      the mass map [B, Hq, n_q, n_k]; a caller on several machines reduces it here
+//   select       the kept blocks of every query block
+//   first_steps  for an error budget: the first step that keeps each block; ops_budget.cpp measures
+//   take_steps   the kept blocks of the step that each head takes
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -97,66 +96,27 @@ void select(MaybeTensor mass, int64_t keep, const Tensor& amount, MaybeTensor q_
   run_select(k, a);
 }
 
-// The error of each step, summed over the groups of checked rows of each head in their order.
-void measure_steps(const Kernels& k, BudgetArgs* a, double* wrong, double* whole) {
-  const int64_t heads = a->shape.B * a->shape.Hq, groups = blocks_of(a->n_checked, kLanes);
-  const int64_t n_steps = a->n_steps;
-  std::vector<double> group_wrong(size_t(heads * groups * n_steps)),
-      group_whole(size_t(heads * groups));
-  a->wrong = group_wrong.data();
-  a->whole = group_whole.data();
-  // Groups of one task share the packing of K and V, as long as every thread has a task.
-  const int64_t shared = heads * groups / std::max<int64_t>(torch::stable::get_num_threads(), 1);
-  a->groups_per_task =
-      int(std::clamp<int64_t>(shared, 1, std::min<int64_t>(groups, k.max_budget_groups)));
-  run_pieces(k, heads, blocks_of(groups, a->groups_per_task), k.budget_scratch(*a),
-             [&](int64_t task, char* scratch) { k.budget(*a, task, scratch); });
-  for (int64_t head = 0; head < heads; ++head) {
-    whole[head] = 0.0;
-    std::fill(wrong + head * n_steps, wrong + (head + 1) * n_steps, 0.0);
-    for (int64_t i = head * groups; i < (head + 1) * groups; ++i) {
-      whole[head] += group_whole[size_t(i)];
-      for (int64_t step = 0; step < n_steps; ++step)
-        wrong[head * n_steps + step] += group_wrong[size_t(i * n_steps + step)];
-    }
-  }
-}
-
-void select_steps(const Tensor& mass, const Tensor& masses, const Tensor& query, const Tensor& key,
-                  MaybeTensor q_scale, int64_t q_rows_per_scale, MaybeTensor k_scale,
-                  int64_t k_rows_per_scale, int64_t precision, double softmax_scale,
-                  const Tensor& value, const Tensor& checked, const Tensor& forced,
-                  MaybeTensor mask, MaybeTensor kinds, bool is_causal, int64_t offset, Tensor wrong,
-                  Tensor whole, Tensor indices, Tensor allowed, int64_t isa) {
+// For an error budget: the first step that keeps each block, in place of the lists.
+void first_steps(const Tensor& mass, const Tensor& masses, const Tensor& forced, MaybeTensor mask,
+                 MaybeTensor kinds, bool is_causal, int64_t offset, int64_t Lq, int64_t Lk,
+                 Tensor indices, Tensor allowed, int64_t isa) {
   const Kernels& k = kernels_of(isa);
   Arguments arguments;
-  BudgetArgs a{};
-  a.shape = arguments.shape(query, key, &value);
-  const Shape& s = a.shape;
-  arguments.scored(&a, query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale, precision,
-                   softmax_scale);
-  a.value = arguments.float_rows("value", value, {s.B, s.Hk, s.Lk, s.Dv});
-  a.tokens = tokens_of(k, &arguments, mask, kinds, is_causal, offset, s);
-  SelectArgs selection{};
-  selection.shape = s;
-  selection.tokens = a.tokens;
-  selection.keep = Keep::error;
-  selection.mass = arguments.read<float>("mass", mass, {s.B, s.Hq, s.n_q(), s.n_k()});
-  selection.masses = arguments.read<double>("masses", masses, {s.Hq, kAny});
-  selection.n_steps = int(in_range("the number of steps of masses", masses.size(1), 1, kMaxSteps));
-  check_between("masses", selection.masses, masses.numel(), 0.0, 1.0);
-  selection.forced = arguments.read<bool>("forced", forced, {s.n_q(), s.n_k()});
-  selection.indices = arguments.write<int32_t>("indices", indices, {s.B, s.Hq, s.n_q(), s.n_k()});
-  selection.allowed = arguments.write<int32_t>("allowed", allowed, {s.B, s.Hq, s.n_q()});
-  a.first_steps = selection.indices;
-  a.n_steps = selection.n_steps;
-  a.checked = arguments.read<int64_t>("checked", checked, {kAny});
-  a.n_checked = checked.size(0);
-  for (int64_t i = 0; i < a.n_checked; ++i) in_range("checked", a.checked[i], 0, s.Lq - 1);
-  double* sum_wrong = arguments.write<double>("wrong", wrong, {s.B, s.Hq, a.n_steps});
-  double* sum_whole = arguments.write<double>("whole", whole, {s.B, s.Hq});
-  run_select(k, selection);
-  measure_steps(k, &a, sum_wrong, sum_whole);
+  SelectArgs a{};
+  const int64_t n_q = blocks_of(in_range("Lq", Lq, 1, kMaxLength), kBlockQ);
+  const int64_t n_k = blocks_of(in_range("Lk", Lk, 1, kMaxLength), kBlockK);
+  a.indices = arguments.write<int32_t>("indices", indices, {kAny, kAny, n_q, n_k});
+  const int64_t B = indices.size(0), Hq = indices.size(1);
+  a.shape = {B, Hq, Hq, Lq, Lk, 1, 1};
+  a.tokens = tokens_of(k, &arguments, mask, kinds, is_causal, offset, a.shape);
+  a.keep = Keep::error;
+  a.mass = arguments.read<float>("mass", mass, {B, Hq, n_q, n_k});
+  a.masses = arguments.read<double>("masses", masses, {kAny});
+  a.n_steps = int(in_range("the number of masses", masses.size(0), 1, kMaxSteps));
+  check_between("masses", a.masses, masses.numel(), 0.0, 1.0);
+  a.forced = arguments.read<bool>("forced", forced, {n_q, n_k});
+  a.allowed = arguments.write<int32_t>("allowed", allowed, {B, Hq, n_q});
+  run_select(k, a);
 }
 
 // Lists of the blocks that each head's step keeps, in place of their first steps.
@@ -194,17 +154,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sparge_cpu, m) {
       "int offset, int Lq, int Lk, Tensor(a!) counts, Tensor(b!) indices, Tensor(c!) allowed, "
       "int isa) -> ()");
   m.def(
-      "select_steps(Tensor mass, Tensor masses, Tensor query, Tensor key, Tensor? q_scale, "
-      "int q_rows_per_scale, Tensor? k_scale, int k_rows_per_scale, int precision, "
-      "float softmax_scale, Tensor value, Tensor checked, Tensor forced, Tensor? mask, "
-      "Tensor? kinds, bool is_causal, int offset, Tensor(a!) wrong, Tensor(b!) whole, "
-      "Tensor(c!) indices, Tensor(d!) allowed, int isa) -> ()");
+      "first_steps(Tensor mass, Tensor masses, Tensor forced, Tensor? mask, Tensor? kinds, "
+      "bool is_causal, int offset, int Lq, int Lk, Tensor(a!) indices, Tensor(b!) allowed, "
+      "int isa) -> ()");
   m.def("take_steps(Tensor step, Tensor(a!) counts, Tensor(b!) indices, int isa) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(sparge_cpu, CPU, m) {
   m.impl("predict", TORCH_BOX(&predict));
   m.impl("select", TORCH_BOX(&select));
-  m.impl("select_steps", TORCH_BOX(&select_steps));
+  m.impl("first_steps", TORCH_BOX(&first_steps));
   m.impl("take_steps", TORCH_BOX(&take_steps));
 }
 

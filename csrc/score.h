@@ -8,6 +8,12 @@
 namespace sparge {
 namespace {
 
+// One key block as words of the product, and the sums of its codes where the product needs them.
+struct KeyBlock {
+  Words words;
+  int32_t code_sums[kBlockK];
+};
+
 template <Product P>
 struct RowScores {
   const ScoreArgs* a = nullptr;
@@ -54,18 +60,27 @@ struct RowScores {
     return !some ? kExcluded : least == kOpen ? kOpen : kMixed;
   }
 
-  // The words of one key block; several groups of rows can share them.
-  Words key(int64_t i_k, char* room) const {
+  // One key block; several groups of rows can share it.
+  KeyBlock key(int64_t i_k, char* room) const {
+    const Shape& s = a->shape;
     const bool half = rounds_to_half(a->precision, a->key.dtype);
-    return key_words<P>(a->key, a->shape, b, h_k, i_k, half, room);
+    KeyBlock block;
+    block.words = key_words<P>(a->key, s, b, h_k, i_k, half, room);
+    if constexpr (P == Product::u8i8) {
+      const int64_t held = s.Lk - i_k * kBlockK < kBlockK ? s.Lk - i_k * kBlockK : kBlockK;
+      for (int64_t j = 0; j < kBlockK; ++j)
+        block.code_sums[j] =
+            j < held ? sum_of_codes(a->key, a->key.row(b, h_k, i_k * kBlockK + j), s.D) : 0;
+    }
+    return block;
   }
 
   // Scores of one key block that is not excluded; returns each row's maximum.
-  F32x16 score(const Words& key, int64_t i_k, Kind kind) {
+  F32x16 score(const KeyBlock& key, int64_t i_k, Kind kind) {
     const Shape& s = a->shape;
     const bool whole = (i_k + 1) * kBlockK <= s.Lk, masked = kind != kOpen || !whole;
     if (masked) mask_group(a->tokens, s, b, h, row_of, n, i_k, &mask);
-    multiply(key, i_k);
+    multiply(key);
     const float* k_scale = nullptr;
     if (a->k_scale.data && a->k_scale.rows_per_scale == 1 && whole) {
       k_scale = a->k_scale.head(b * s.Hk + h_k) + i_k * kBlockK;
@@ -80,23 +95,19 @@ struct RowScores {
                                        masked ? &mask : nullptr, kLog2e, broadcast(-INFINITY));
   }
 
-  void multiply(const Words& key, int64_t i_k) {
+  void multiply(const KeyBlock& key) {
     if constexpr (is_tile(P)) {
       for (int quarter = 0; quarter < 4; ++quarter)
-        tile_scores<P>(key, quarter, queries, steps, scores, scores + kBlockK * kLanes);
-    } else {
-      product<P>(key, kBlockK, queries, steps, scores, false);
-      if constexpr (P == Product::u8i8) {
-        // The queries are codes + 128.
-        int32_t* sums = reinterpret_cast<int32_t*>(scores);
-        const Shape& s = a->shape;
-        const int64_t held = s.Lk - i_k * kBlockK < kBlockK ? s.Lk - i_k * kBlockK : kBlockK;
-        for (int64_t j = 0; j < held; ++j) {
-          const char* codes = a->key.row(b, h_k, i_k * kBlockK + j);
-          const int32_t sum = sum_of_codes(a->key, codes, s.D);
-          for (int i = 0; i < kLanes; ++i) sums[j * kLanes + i] -= 128 * sum;
-        }
+        tile_scores<P>(key.words, quarter, queries, steps, scores, scores + kBlockK * kLanes);
+    } else if constexpr (P == Product::u8i8) {
+      // The queries are codes + 128.
+      for (int j = 0; j < kBlockK; ++j) {
+        const int32_t offset = -128 * key.code_sums[j];
+        for (int i = 0; i < kLanes; ++i) std::memcpy(scores + j * kLanes + i, &offset, 4);
       }
+      product<P>(key.words, kBlockK, queries, steps, scores, true);
+    } else {
+      product<P>(key.words, kBlockK, queries, steps, scores, false);
     }
   }
 };

@@ -177,8 +177,7 @@ struct Selection {
 
   void write_steps(int64_t i_q, int64_t row, const float* mass, bool everything) {
     int32_t* out = a.indices + row * n_k;
-    if (!everything)
-      first_steps(mass, may, n_k, a.masses + h * a.n_steps, a.n_steps, order, spare, out);
+    if (!everything) first_steps(mass, may, n_k, a.masses, a.n_steps, order, spare, out);
     for (int64_t j = 0; j < n_k; ++j)
       out[j] = !may[j] ? -1 : everything || a.forced[i_q * n_k + j] ? 0 : out[j];
   }

@@ -86,6 +86,22 @@ inline void check_lists(const Kernels& k, const int32_t* counts, const int32_t* 
          " is not");
 }
 
+// The first step that keeps each block, [B, Hq, n_q, n_k]: -1 … n_steps.
+inline const int32_t* read_steps(const Kernels& k, Arguments* arguments, const Tensor& first_steps,
+                                 const Shape& s, int n_steps) {
+  const int64_t n_k = s.n_k(), n = s.B * s.Hq * s.n_q();
+  const int32_t* steps =
+      arguments->read<int32_t>("first_steps", first_steps, {s.B, s.Hq, s.n_q(), n_k});
+  const int64_t row = first_bad_row(k, n, n_k, [&](int64_t i) {
+    bool valid = true;
+    for (int64_t j = i * n_k; j < (i + 1) * n_k; ++j)
+      valid &= steps[j] >= -1 && steps[j] <= n_steps;
+    return valid;
+  });
+  if (row >= 0) refuse("first_steps must be in -1 … ", n_steps, "; row ", row, " is not");
+  return steps;
+}
+
 // The token mask of a call, with the values of `kinds` checked.
 inline TokenMask tokens_of(const Kernels& k, Arguments* arguments, const MaybeTensor& mask,
                            const MaybeTensor& kinds, bool is_causal, int64_t offset,

@@ -29,7 +29,6 @@ constexpr int64_t kAny = -1;                       // a size that this argument 
 constexpr int64_t kMaxLength = int64_t(1) << 36;   // so that block indices fit int32
 constexpr int64_t kMaxNumbers = int64_t(1) << 48;  // of one tensor: products of sizes fit int64
 constexpr int64_t kMaxOffset = int64_t(1) << 40;   // so that positions fit int64
-constexpr int kMaxSteps = 64;                      // of an error budget: bounds the scratch
 
 inline int64_t blocks_of(int64_t length, int64_t block) { return (length + block - 1) / block; }
 

@@ -172,8 +172,8 @@ def make_plan(
     if not (torch.compiler.is_compiling() or wants_op(query)):
         return run_plan(call, inputs, backend=backend)
     masks = (inputs.attn_mask, inputs.block_mask)
-    *plan, error = torch.ops.sparge.plan(query, key, *masks, *facts_of(call), backend, value)
-    made = plan_of_tensors(tuple(plan), call, error)
+    *plan, measured = torch.ops.sparge.plan(query, key, *masks, *facts_of(call), backend, value)
+    made = plan_of_tensors(tuple(plan), call, measured)
     return made if torch.compiler.is_compiling() else made.trust()
 
 
@@ -216,7 +216,7 @@ def attend(
         done = run_attend(call, inputs, plan, backend=backend)
         return done.out, done.lse
     tensors = (query, key, value, inputs.attn_mask, plan.counts, plan.indices, plan.allowed)
-    out, lse, _ = torch.ops.sparge.attend(*tensors, *facts_of(call), backend)
+    out, lse, _ = torch.ops.sparge.attend(*tensors, *facts_of(call), backend, plan.measured)
     return out, lse
 
 

@@ -45,7 +45,8 @@ class BlockPlan:
     allowed: blocks the row may attend; the denominator of every density.
     offset: query row `i` stands at key position `i + offset`; a causal row sees keys up to there.
     has_mask: made with an `attn_mask`, which must then be given to `attend` too.
-    error: what `KeepError` measured, fp64 `[B, Hq]`; neither saved nor compared.
+    measured: by `KeepError`, fp64 `[3, B, Hq]`: see `error`, `bound` and `raised`; neither saved nor
+    compared.
 
     `to_mask()` is equivalent to
 
@@ -62,7 +63,29 @@ class BlockPlan:
     is_causal: bool = False
     offset: int = 0
     has_mask: bool = False
-    error: Tensor | None = None
+    measured: Tensor | None = None
+
+    @property
+    def error(self) -> Tensor | None:
+        """Error of each head that `KeepError` measured, `[B, Hq]`."""
+        return None if self.measured is None else self.measured[0]
+
+    @property
+    def bound(self) -> Tensor | None:
+        """Upper confidence bound of the error, by which `KeepError` chose, `[B, Hq]`."""
+        return None if self.measured is None else self.measured[1]
+
+    @property
+    def raised(self) -> Tensor | None:
+        """Query heads that run in the caller's own precision, bool `[Hq]`: 8 bits alone would take
+        most of their budget."""
+        return None if self.measured is None else (self.measured[2] > 0).any(0)
+
+    def raised_key_heads(self, Hk: int) -> list[bool]:
+        """Key heads, of `Hk`, any of whose query heads are raised."""
+        if self.raised is None:
+            return [False] * Hk
+        return [bool(x) for x in self.raised.view(Hk, -1).any(1).tolist()]
 
     @classmethod
     def from_mask(
@@ -268,9 +291,9 @@ class BlockPlan:
 
     def to(self, device: torch.device | str) -> BlockPlan:
         """The plan on another device; a loaded plan is on the CPU."""
-        error = None if self.error is None else self.error.to(device)
+        measured = None if self.measured is None else self.measured.to(device)
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}
-        return replace(self, **moved, error=error)
+        return replace(self, **moved, measured=measured)
 
     def equal(self, other: BlockPlan) -> bool:
         """The same blocks for the same lengths and diagonal, on one device; as `==` says."""
@@ -352,16 +375,21 @@ def _check_facts(
             raise TypeError(f"{where}{name} must be True or False, got {flag!r}")
 
 
-def plan_from_mask(kept: Tensor, tokens: TokenMask, *, error: Tensor | None = None) -> BlockPlan:
+def plan_from_mask(kept: Tensor, tokens: TokenMask, *, measured: Tensor | None = None) -> BlockPlan:
     """The plan of a bool map `[B, Hq, n_q, n_k]`; blocks that nothing may attend are dropped."""
     may = (tokens.block_kinds(kept.device) != EXCLUDED).expand_as(kept)
     counts, indices = _lists(kept & may)
     allowed = may.sum(-1, dtype=torch.int32)
-    return plan_from_lists(counts, indices, allowed, tokens, error=error)
+    return plan_from_lists(counts, indices, allowed, tokens, measured=measured)
 
 
 def plan_from_lists(
-    counts: Tensor, indices: Tensor, allowed: Tensor, tokens: TokenMask, *, error: Tensor | None
+    counts: Tensor,
+    indices: Tensor,
+    allowed: Tensor,
+    tokens: TokenMask,
+    *,
+    measured: Tensor | None = None,
 ) -> BlockPlan:
     """The plan of lists that a stage made."""
     return BlockPlan(
@@ -373,7 +401,7 @@ def plan_from_lists(
         is_causal=tokens.is_causal,
         offset=tokens.offset,
         has_mask=tokens.attn_mask is not None,
-        error=error,
+        measured=measured,
     ).trust()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .geometry import BLOCK_K, BLOCK_Q, n_blocks
-from .recipe import KeepAll, Recipe
+from .recipe import KeepAll, KeepError, Recipe
 
 
 class Inputs(NamedTuple):
@@ -64,6 +64,17 @@ class Call:
     def pools_blocks(self) -> bool:
         """Whether prediction reads pooled tokens."""
         return self.predicts and self.recipe.predictor != "rows"
+
+    @property
+    def measures_error(self) -> bool:
+        """Whether the plan is chosen by measured errors, for which planning computes as `attend`
+        does."""
+        return isinstance(self.recipe.keep, KeepError)
+
+    @property
+    def own_precision(self) -> str:
+        """The precision that computes with the caller's own numbers."""
+        return "half" if self.dtype in (torch.bfloat16, torch.float16) else "exact"
 
     @property
     def samples_rows(self) -> bool:

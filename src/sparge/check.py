@@ -198,6 +198,14 @@ def check_plan(
                 f"the plan was made with an offset of {plan.offset}, got {causal_align!r}, which "
                 f"is {asked}; leave causal_align out, the plan knows it"
             )
+    measured = plan.measured
+    if measured is not None and (
+        tuple(measured.shape) != (3, call.B, call.Hq) or measured.dtype != torch.float64
+    ):
+        raise ValueError(
+            f"the plan's measured must be float64 of shape {(3, call.B, call.Hq)} as KeepError makes "
+            f"it, got {measured.dtype} {tuple(measured.shape)}; leave it out"
+        )
     if plan.has_mask and not call.has_mask:
         raise ValueError("the plan was made with an attn_mask; give the same attn_mask to attend")
     # Its numbers; a graph being traced has none, and on an accelerator they are not read back.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attend_heads import attend_heads
 from .backend import DENSE, torch_capability
 from .backends.dense import attend_dense
 from .blockplan import BlockPlan, plan_from_mask
@@ -51,7 +52,7 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
         if watch.choice.backend == DENSE:
             return _run_dense(call, inputs, tokens, watch)
         with watch.stage("attend"):
-            done = backend.stages().attend(call, prepared, plan, tokens)
+            done = attend_heads(backend.stages(), call, inputs, prepared, plan, tokens)
     return Outcome(done.out, done.lse, plan, run_of("attention", watch, plan, done.pv_skips))
 
 
@@ -73,11 +74,11 @@ def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> 
     with undisturbed(call.device):
         if call.has_mask and not plan.has_mask:
             # Blocks that the mask hides wholly are neither attended nor counted.
-            plan = plan_from_mask(plan.to_mask(), tokens, error=plan.error)
+            plan = plan_from_mask(plan.to_mask(), tokens, measured=plan.measured)
         with watch.stage("prepare"):
             prepared = stages.prepare(call, inputs, to_plan=False, to_attend=True)
         with watch.stage("attend"):
-            done = stages.attend(call, prepared, plan, tokens)
+            done = attend_heads(stages, call, inputs, prepared, plan, tokens)
     note(run_of("attend", watch, plan, done.pv_skips))
     return done
 
@@ -166,8 +167,23 @@ def run_of(
         kept_by_head=_by_head(plan.counts),
         allowed_by_head=_by_head(plan.allowed),
         pv_skips_by_head=() if pv_skips is None else _by_head(pv_skips),
-        error_by_head=None if plan.error is None else tuple(plan.error.amax(0).tolist()),
+        error_by_head=_worst(plan.error),
+        bound_by_head=_worst(plan.bound),
+        precision_by_head=_precisions(watch.call, plan),
     )
+
+
+def _worst(x: Tensor | None) -> tuple[float, ...] | None:
+    """`[B, Hq]` to the largest number of the batch for each query head."""
+    return None if x is None else tuple(x.amax(0).tolist())
+
+
+def _precisions(call: Call, plan: BlockPlan) -> tuple[str, ...] | None:
+    raised = plan.raised_key_heads(call.Hk)
+    if not any(raised) or not call.recipe.quantized:
+        return None
+    group, names = call.Hq // call.Hk, (call.recipe.precision, call.own_precision)
+    return tuple(names[x] for x in raised for _ in range(group))
 
 
 def _by_head(counts: Tensor) -> tuple[int, ...]:
@@ -226,7 +242,10 @@ def run_together(call: Call, runs: list[Run]) -> Run | None:
     # Sequences may go to different backends, short ones to dense for example.
     names = list(dict.fromkeys(run.backend for run in runs))
     stages = dict.fromkeys(name for run in runs for name in run.seconds)
-    errors = [run.error_by_head for run in runs if run.error_by_head is not None]
+    errors, bounds = (
+        [x for run in runs if (x := getattr(run, name)) is not None]
+        for name in ("error_by_head", "bound_by_head")
+    )
     return replace(
         runs[0],
         what="attention_varlen",
@@ -245,6 +264,8 @@ def run_together(call: Call, runs: list[Run]) -> Run | None:
         allowed_by_head=(),
         pv_skips_by_head=(),
         error_by_head=tuple(map(max, zip(*errors, strict=True))) if errors else None,
+        bound_by_head=tuple(map(max, zip(*bounds, strict=True))) if bounds else None,
+        precision_by_head=None,
         seconds={name: sum(run.seconds.get(name, 0.0) for run in runs) for name in stages},
         parts=tuple(runs),
     )

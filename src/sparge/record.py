@@ -34,7 +34,9 @@ class Run:
     parts: of a varlen call, one run for each sequence. label: the caller's name for the call.
     kept_by_head, allowed_by_head, pv_skips_by_head: the same counts for each query head, over the
     batch; empty where dense attention ran.
-    error_by_head: what `KeepError` measured, the largest of the batch; None without it.
+    error_by_head, bound_by_head: what `KeepError` measured of skipping and 8 bits together, and the
+    upper confidence bound that it chose by; the largest of the batch; None without it.
+    precision_by_head: where `KeepError` raised some heads above the recipe's precision; else None.
     """
 
     what: str
@@ -57,6 +59,8 @@ class Run:
     allowed_by_head: tuple[int, ...] = ()
     pv_skips_by_head: tuple[int, ...] = ()
     error_by_head: tuple[float, ...] | None = None
+    bound_by_head: tuple[float, ...] | None = None
+    precision_by_head: tuple[str, ...] | None = None
     row_group: int = ROW_GROUP
     cost_source: str = ""
 
@@ -90,8 +94,21 @@ class Run:
         routed = " routed to dense" if self.routed_to_dense else ""
         return (
             f"{self.what} {self.call}: {self.backend} ({self.isa}){routed}, density "
-            f"{self.density:.3f}, pv_skipped {self.pv_skipped:.3f}, ms: {stages}; {self.reason}"
+            f"{self.density:.3f}, pv_skipped {self.pv_skipped:.3f}{self._measured()}, ms: {stages}; "
+            f"{self.reason}"
         )
+
+    def _measured(self) -> str:
+        """What `KeepError` found, for the worst head, and which heads it raised."""
+        if not self.error_by_head or not self.bound_by_head:
+            return ""
+        found = f", error {max(self.error_by_head):.4f} (bound {max(self.bound_by_head):.4f})"
+        given = enumerate(self.precision_by_head or ())
+        raised = [str(h) for h, name in given if name != self.recipe.precision]
+        if not raised:
+            return found
+        name = next(n for n in self.precision_by_head or () if n != self.recipe.precision)
+        return f"{found}, heads {' '.join(raised)} in {name}"
 
 
 @contextmanager

@@ -38,10 +38,13 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the later stages read. value: the caller's own, which `KeepError` measures with."""
+    """What the later stages read. query, key, value: the caller's own, which `KeepError` measures
+    with."""
 
     operands: Operands
     statistics: Statistics = Statistics()
+    query: Tensor | None = None
+    key: Tensor | None = None
     value: Tensor | None = None
 
     def query_blocks(self, start: int, stop: int) -> Prepared:
@@ -58,7 +61,21 @@ class Prepared:
             q_pooled=_cut(found.q_pooled, blocks),
             q_similarity=_cut(found.q_similarity, blocks),
         )
-        return replace(self, operands=operands, statistics=statistics)
+        query = None if self.query is None else self.query[:, :, rows]
+        return replace(self, operands=operands, statistics=statistics, query=query)
+
+    def heads(self, keys: slice, queries: slice) -> Prepared:
+        """Some key heads and their query heads, to attend."""
+        own = self.operands
+        shift = own.lse_shift
+        return Prepared(
+            Operands(
+                _heads(own.query, queries),
+                _heads(own.key, keys),
+                _heads(own.value, keys),
+                None if shift is None else shift[:, queries].contiguous(),
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,12 @@ def _rows(x: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
     assert BLOCK_Q % per == 0, "scales are shared across query blocks"
     scales = slice(rows.start // per, -(-rows.stop // per))
     return QTensor(x.codes[:, :, rows].contiguous(), x.scale[:, :, scales].contiguous(), per)
+
+
+def _heads(x: Tensor | QTensor, heads: slice) -> Tensor | QTensor:
+    if not isinstance(x, QTensor):
+        return x[:, heads]
+    return replace(x, codes=x.codes[:, heads], scale=x.scale[:, heads].contiguous())
 
 
 def _cut(x: Tensor | None, blocks: slice) -> Tensor | None:

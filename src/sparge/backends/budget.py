@@ -1,18 +1,29 @@
-"""The error as the knob: the steps that `KeepError` tries, the rows it checks, the step it takes.
+"""The error as the knob: the steps of `KeepError`, the rows it checks, and the step it takes.
 
-    step s    keeps what KeepMass(1 - max_error · FACTORS[s]) keeps; behind the last, everything
-    error     of a step and head: relative L1 over the checked rows, kept blocks against all
-    taken     the sparsest step whose error is at most max_error, and at most max_error / factor
-              where the step keeps less than mass 1 - max_error
+    step s      keeps what KeepMass(1 - MISSING[s]) keeps; behind the last, everything. The steps do
+                not depend on the budget.
+    surveyed    a few rows of each query block, scored in the call's precision: the mass that each
+                step drops from them
+    measured    some of these, completed with V: the error of each step, exact rows against rows as
+                they are computed
+    error(s)    error per dropped mass, on measured rows, x dropped mass on surveyed rows
+                + what quantization adds, on measured rows
+    taken       the sparsest step of which, and of all denser ones, an upper bound of the error is
+                within the budget
 
-A checked row is none of those that predict: blocks are chosen by what the sampled rows attend, so
-these see about 0.75 of the error that other rows do. Why a sparser step must stay further below:
-the error of a mass is known to be about 1 - mass, and few rows may all be lucky ones (LAB.md).
+Rows with large errors may be rare. So a part of the rows is taken from those that differ most from
+their query block, blocks whose rows disagree have more of them, and rows are measured that drop
+much. Weights undo the imbalance. Where quantization alone takes most of the budget, the heads of
+that key head run in the caller's own precision.
+
+Nothing but the comparison with the budget depends on the budget, so a larger one never keeps more.
+Two things do depend on it and are undone by `_sparsest`: small budgets survey more rows, and
+precision is raised below a threshold.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -20,62 +31,398 @@ from torch import Tensor
 
 from ..geometry import BLOCK_Q, n_blocks, sampled_rows
 from ..recipe import KeepError, heads_of
+from ..support.ordered_sums import fold_sum
 
-FACTORS = tuple(2.0 ** (2 - step / 4) for step in range(17))
-"""4 … 1/4: sparsest first, each mass a little more than the one before."""
-LEAST_MASS = 1e-9
-"""Of steps whose factor is more than the budget has room for: one block."""
-FEW_BLOCKS, ENOUGH_BLOCKS = 16, 64
-"""Twice FEW_BLOCKS query blocks and more have a checked row in every second one, thrice
-ENOUGH_BLOCKS in every third, and so on: 16 rows of 4096, 32 of 8192, 64 of 16384 and more."""
+MISSING = (
+    *(0.5 * 2 ** (-i / 6) for i in range(40)),
+    *(0.5 * 2 ** (-40 / 6 - i / 3) for i in range(17)),
+)
+"""1 - mass of each step: 0.5 … 0.00012, falling by a sixth of an octave, then by a third."""
+N_STEPS = len(MISSING)
+SMALL_BUDGET = 0.03
+"""Budgets below this survey twice the rows, up to MOST_ROWS of a query block."""
+FEW_BLOCKS, MANY_BLOCKS = 32, 64
+"""Query blocks up to which each has ROWS[0] surveyed rows (else ROWS[1]), and up to which each has
+any: beyond, one block of every `n_q // MANY_BLOCKS`."""
+ROWS, MOST_ROWS = (4, 2), (8, 4)
+DISAGREES = 0.5
+"""A query block disagrees if its rows' distances from their mean hold more than this share of their
+squares. It has twice the rows."""
+FAR_SHARE = 16
+"""One row of 16 of a query block, those farthest from its mean, are a stratum of their own."""
+MEASURED = 32
+"""Measured rows of a head; half of them with fewer than FEW_BLOCKS query blocks."""
+REFERENCE = 0.03
+"""Measured rows are drawn by what they drop at the step whose rows drop this much on average."""
+Z = 1.64
+TAIL = 1.0
+"""The bound: Z standard errors, and TAIL rows more like the worst one at twice the missing mass."""
+LEAN = 0.4
+"""The error told lies this far from the plain estimate to the bound: samples of rare large errors
+more often miss one than meet too many (LAB.md)."""
+RESOLVED = 0.4
+"""A step is not taken where bound and estimate lie further apart than this share of the error."""
+LEAST_ERROR = 0.005
+"""Errors below this need not be resolved."""
+RAISE_FROM = 0.8
+"""Quantization alone may take this share of the budget before the precision is raised."""
+PRIOR = 0.01
+"""Dropped mass by which the error per mass of one step leans on that of all sparse steps."""
+_SPARSE_STEPS = sum(missing >= 0.01 for missing in MISSING)
+_TWICE = [sum(other >= 2 * missing for other in MISSING) for missing in MISSING]
+_MASK32 = 0xFFFFFFFF
+
+
+@lru_cache(maxsize=1)
+def step_masses() -> tuple[float, ...]:
+    """The mass of every step, rising."""
+    return tuple(1.0 - missing for missing in MISSING)
+
+
+@dataclass(frozen=True)
+class SurveyedRows:
+    """rows int64 `[B, Hq, n]`, -1 in places that are not used; weights fp64 `[2, B, Hq, n]`, which
+    add up to 1: of the rows that every budget has, and of all rows."""
+
+    rows: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What each step drops, for both kinds of weights, `[2, B, Hq, S]` fp64: the mean, its standard
+    error, and the largest weight x mass of a row. dropped fp32 `[B, Hq, n, S]`: of each row."""
+
+    dropped: Tensor
+    mean: Tensor
+    deviation: Tensor
+    heaviest: Tensor
+
+
+def summarize(surveyed: SurveyedRows, dropped: Tensor) -> Survey:
+    """The survey of dropped masses `[B, Hq, n, S]`."""
+    weights, mass = surveyed.weights[..., None], dropped.double()
+    weighted = torch.where(weights > 0, weights * mass, 0.0)
+    mean = fold_sum(weighted, dim=-2)
+    off = torch.where(weights > 0, weights * (mass - mean.unsqueeze(-2)), 0.0)
+    return Survey(dropped, mean, fold_sum(off.square(), dim=-2).sqrt(), weighted.amax(-2))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of measured rows `[B, Hq, m]`, sums over the channels, fp64: |kept - all| of each step, both
+    as computed; |kept as computed - all exactly|, the last one for everything kept; |all exactly|;
+    their weights, and what each step drops from them."""
+
+    skipping: Tensor
+    total: Tensor
+    whole: Tensor
+    weights: Tensor
+    dropped: Tensor
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Of every head `[B, Hq]`: the step, N_STEPS for everything; the error and its upper bound;
+    `[Hk]`: whether the heads of a key head run in the caller's own precision."""
+
+    step: Tensor
+    error: Tensor
+    bound: Tensor
+    raised: Tensor
+
+    @property
+    def measured(self) -> Tensor:
+        """As a plan holds it, `[3, B, Hq]`."""
+        Hq = self.step.shape[1]
+        raised = self.raised.repeat_interleave(Hq // len(self.raised)).double()
+        return torch.stack([self.error, self.bound, raised.expand_as(self.error)])
+
+
+def surveyed_rows(n_q: int) -> int:
+    """At most, of one head."""
+    blocks = len(range(0, n_q - max(1, n_q // MANY_BLOCKS) + 1, max(1, n_q // MANY_BLOCKS)))
+    return blocks * MOST_ROWS[n_q > FEW_BLOCKS]
+
+
+def measured_rows(n_q: int) -> int:
+    """Of one head."""
+    return MEASURED if n_q >= FEW_BLOCKS else MEASURED // 2
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Places:
+    """What follows from the length alone, for each of n checked query blocks: its first row; places
+    that may be checked `[n, 128]`; how many of them are far ones; pseudo-random orders of far ranks
+    and of places."""
+
+    starts: Tensor
+    may: Tensor
+    n_far: Tensor
+    n_near: Tensor
+    far_ranks: Tensor
+    near_order: Tensor
+
+
+def _hash(x: int) -> int:
+    """A mixed 32-bit integer: no lattice."""
+    x = (x ^ 61 ^ (x >> 16)) * 0x9E3779B1 & _MASK32
+    x = (x ^ (x >> 15)) * 0x85EBCA6B & _MASK32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MASK32
+    return x ^ (x >> 16)
 
 
 @lru_cache(maxsize=64)
-def masses_of(keep: KeepError, Hq: int) -> tuple[tuple[float, ...], ...]:
-    """The mass of every step, `[Hq][steps]`, rising."""
-    errors = heads_of(keep.max_error, Hq, none=1.0)
-    return tuple(tuple(max(1.0 - e * factor, LEAST_MASS) for factor in FACTORS) for e in errors)
-
-
-@lru_cache(maxsize=64)
-def checked_rows(Lq: int, sample_rows: int) -> tuple[int, ...]:
-    """One row of each query block, or of every few: spread over the places in a block, and none of
-    the sampled ones where there are others."""
+def _places(Lq: int, sample_rows: int) -> _Places:
     n_q = n_blocks(Lq, BLOCK_Q)
-    apart = max(1, min(2, n_q // FEW_BLOCKS), n_q // ENOUGH_BLOCKS)
-    rows = []
-    for i_q in range(apart - 1, n_q, apart):
+    apart = max(1, n_q // MANY_BLOCKS)
+    blocks = [
+        min(first + _hash(first) % apart, n_q - 1) for first in range(0, n_q - apart + 1, apart)
+    ]
+    most_far = max(1, max(MOST_ROWS) // 4)
+    may = torch.zeros(len(blocks), BLOCK_Q, dtype=torch.bool)
+    near_order = torch.full((len(blocks), BLOCK_Q), torch.inf)
+    n_far, n_near, far_ranks = [], [], []
+    for i, i_q in enumerate(blocks):
         valid = min(BLOCK_Q, Lq - i_q * BLOCK_Q)
-        # 79 is about the golden section of 128, and odd: every place comes once in 128 blocks.
-        place = (i_q + 1) * 79 % BLOCK_Q * valid // BLOCK_Q
         sampled = set(sampled_rows(valid, sample_rows))
-        others = (p % valid for p in range(place, place + valid) if p % valid not in sampled)
-        rows.append(i_q * BLOCK_Q + next(others, place))
-    return tuple(rows)
-
-
-def take_step(wrong: Tensor, whole: Tensor, keep: KeepError) -> tuple[Tensor, Tensor]:
-    """`(step, error)` of every head `[B, Hq]`, from sums of |kept - all| `[B, Hq, steps]` and of
-    |all| `[B, Hq]`, fp64; step `len(FACTORS)` is everything, with error 0."""
-    # In plain numbers: a dozen tensor operations on so few take longer than the check itself.
-    budget = heads_of(keep.max_error, wrong.shape[1], none=1.0)
-    steps, errors = [], []
-    for of_batch, sizes in zip(wrong.tolist(), whole.tolist(), strict=True):
-        for head, (sums, size) in enumerate(zip(of_batch, sizes, strict=True)):
-            step, error = _sparsest(sums, size, budget[head])
-            steps.append(step)
-            errors.append(error)
-    device, shape = wrong.device, whole.shape
-    return (
-        torch.tensor(steps, device=device).view(shape),
-        torch.tensor(errors, dtype=torch.float64, device=device).view(shape),
+        open_places = [p for p in range(valid) if p not in sampled] or list(range(valid))
+        may[i, open_places] = True
+        for p in open_places:
+            near_order[i, p] = _hash(i_q * BLOCK_Q + p + 1) / 2**32
+        far = max(1, len(open_places) // FAR_SHARE)
+        n_far.append(far)
+        n_near.append(len(open_places) - far)
+        first = _hash(i_q ^ 0x5BD1E995)
+        far_ranks.append([(first + j * max(1, far // most_far)) % far for j in range(most_far)])
+    return _Places(
+        torch.tensor(blocks) * BLOCK_Q,
+        may,
+        torch.tensor(n_far),
+        torch.tensor(n_near),
+        torch.tensor(far_ranks),
+        near_order,
     )
 
 
-def _sparsest(wrong: list[float], whole: float, budget: float) -> tuple[int, float]:
-    """Of one head. Nothing measured, or nothing finite, meets no bound."""
-    for step, factor in enumerate(FACTORS):
-        error = wrong[step] / whole if whole else math.nan
-        if error <= budget * min(1.0, 1.0 / factor):
-            return step, error
-    return len(FACTORS), 0.0
+def choose_rows(
+    deviation: Tensor, energy: Tensor, keep: KeepError, sample_rows: int
+) -> SurveyedRows:
+    """The rows to survey. `deviation [B, Hq, Lq]`: squared distance of each query from the mean of
+    its block; `energy [B, Hq, n_q]`: sum of the squares of the block's queries; fp32."""
+    B, Hq, Lq = deviation.shape
+    n_q, device = energy.shape[2], deviation.device
+    places = _places(Lq, sample_rows)
+    few = n_q <= FEW_BLOCKS
+    rows, most = (ROWS[0], MOST_ROWS[0]) if few else (ROWS[1], MOST_ROWS[1])
+    starts, may, near_order = (x.to(device) for x in (places.starts, places.may, places.near_order))
+    n_far, n_near, far_ranks = (
+        x.to(device) for x in (places.n_far, places.n_near, places.far_ranks)
+    )
+    padded = torch.nn.functional.pad(deviation, (0, n_q * BLOCK_Q - Lq))
+    # What is not finite is farthest of all.
+    far_off = padded.unflatten(2, (n_q, BLOCK_Q))[:, :, starts // BLOCK_Q].nan_to_num(
+        torch.inf, torch.inf
+    )
+    spread = far_off.masked_fill(~may, 0.0).sum(-1)
+    disagrees = ~(spread <= DISAGREES * energy[:, :, starts // BLOCK_Q])
+    sorted_far = far_off.masked_fill(~may, -1.0).topk(BLOCK_Q // FAR_SHARE, dim=-1).indices
+    is_far = torch.arange(sorted_far.shape[-1], device=device) < n_far[:, None]
+    far = torch.zeros_like(far_off, dtype=torch.bool).scatter_(
+        -1, sorted_far, is_far.expand_as(sorted_far)
+    )
+    most_far, most_near = max(1, most // 4), most - max(1, most // 4)
+    ranks = far_ranks[:, :most_far].expand(B, Hq, -1, -1)
+    of_far = sorted_far.gather(-1, ranks)
+    of_near = near_order.expand_as(far_off).masked_fill(far, torch.inf)
+    of_near = of_near.topk(min(most_near, BLOCK_Q), dim=-1, largest=False).indices
+    chosen = torch.cat([of_far, of_near], -1) + starts[:, None]
+    base = torch.where(disagrees, min(2 * rows, most), rows)
+    budget = torch.tensor(heads_of(keep.max_error, Hq), device=device)[:, None]
+    every = torch.where(budget < SMALL_BUDGET, (2 * base).clamp(max=most), base)
+    weights = torch.stack(
+        [_weights(n, n_far, n_near, most_far, most_near) for n in (base, every)]
+    ).flatten(-2)
+    used = (weights > 0).any(0)
+    return SurveyedRows(torch.where(used, chosen.flatten(-2), -1), weights / weights.sum(-1, True))
+
+
+def _weights(n: Tensor, n_far: Tensor, n_near: Tensor, most_far: int, most_near: int) -> Tensor:
+    """Rows that each place stands for, `[B, Hq, blocks, places]`, 0 if it is not used."""
+    parts = []
+    of_far = (n // 4).clamp(min=1).minimum(n_far)
+    of_near = (n - of_far).minimum(n_near)
+    for used, most, held in ((of_far, most_far, n_far), (of_near, most_near, n_near)):
+        slots = torch.arange(most, device=n.device)
+        each = held.double() / used.clamp(min=1)
+        parts.append(torch.where(slots < used[..., None], each[..., None], 0.0))
+    return torch.cat(parts, -1)
+
+
+def draw_measured(
+    surveyed: SurveyedRows, survey: Survey, n_q: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(rows, weights, dropped)` of the rows to measure, `[B, Hq, m]` and `[B, Hq, m, S]`.
+
+    Half of the chances go by a row's weight alone, half also by what it drops. Only rows that
+    every budget surveys are drawn, so that all budgets measure the same.
+    """
+    weights, mean, dropped = surveyed.weights[0], survey.mean[0], survey.dropped
+    at = (mean - REFERENCE).abs().nan_to_num(torch.inf).argmin(-1, keepdim=True)
+    own = dropped.gather(-1, at[..., None, :].expand(*dropped.shape[:3], 1))[..., 0].double()
+    mean = mean.gather(-1, at)
+    mixed = torch.where(mean > 0, 0.5 + 0.5 * own / mean, 1.0).nan_to_num(1.0)
+    chance = (weights * mixed).cumsum(-1)
+    m = measured_rows(n_q)
+    at_chance = (torch.arange(m, device=dropped.device) + 0.5) / m * chance[..., -1:]
+    places = torch.searchsorted(chance, at_chance).clamp(max=weights.shape[-1] - 1)
+    share = 1.0 / mixed.gather(-1, places)
+    of_places = places[..., None].expand(*places.shape, dropped.shape[-1])
+    return (
+        surveyed.rows.gather(-1, places),
+        share / share.sum(-1, True),
+        dropped.gather(-2, of_places),
+    )
+
+
+# -- the decision ------------------------------------------------------------------------------
+
+
+def decide(
+    survey: Survey, measured: Measured, keep: KeepError, Hk: int, *, may_raise: bool
+) -> Decision:
+    """The step of every head. A head with nothing to measure, or nothing finite, keeps all.
+
+    may_raise: the precision is one of 8 bits.
+    """
+    B, Hq = measured.whole.shape[:2]
+    budget = torch.tensor(
+        heads_of(keep.max_error, Hq), dtype=torch.float64, device=measured.whole.device
+    ).expand(B, Hq)
+    mean = _weighted(measured, measured.whole[..., None])
+    skipping = _weighted(measured, measured.skipping) / mean
+    total = _weighted(measured, measured.total) / mean
+    quantized = total[..., -1:]
+    of_rows = measured.total[..., -1] / mean
+    noise = (measured.weights * (of_rows - quantized)).square().sum(-1, True).sqrt()
+    rate = _error_per_mass(skipping, _weighted(measured, measured.dropped))
+    added = (total[..., :-1] - skipping).clamp(min=0.0)
+    facts = zip(survey.mean, survey.deviation, survey.heaviest, strict=True)
+    curves = [_Curves.of(*each, rate, added, quantized, noise) for each in facts]
+    # Where precision is raised: below this budget, for all heads of a key head.
+    threshold = ((quantized + noise)[..., 0] / RAISE_FROM).nan_to_num(0.0) * may_raise
+    lowest = threshold.amax(0).unflatten(0, (Hk, -1))
+    raised = (budget[0].unflatten(0, (Hk, -1)) < lowest).any(-1)
+    group = Hq // Hk
+    above = lowest.amax(-1).repeat_interleave(group).expand(B, Hq)
+    of_head = raised.repeat_interleave(group).expand(B, Hq)
+    step = _sparsest(curves, budget, of_head, above)
+    error, bound = _at(curves, budget, of_head, step)
+    return Decision(step, error, bound, raised)
+
+
+def _sparsest(curves: list[_Curves], budget: Tensor, raised: Tensor, above: Tensor) -> Tensor:
+    """The densest step that this budget or any larger one takes.
+
+    Between the two budgets at which something else than the comparison changes, the step falls as
+    the budget grows; so it is enough to look at these two.
+    """
+    step = _step(curves, budget, raised)
+    edge = torch.full_like(budget, SMALL_BUDGET)
+    at_edge = _step(curves, edge, raised & (edge < above))
+    step = torch.where(budget < edge, torch.maximum(step, at_edge), step)
+    at_above = _step(curves, torch.maximum(above, budget), torch.zeros_like(raised))
+    return torch.where(raised, torch.maximum(step, at_above), step)
+
+
+def _step(curves: list[_Curves], budget: Tensor, raised: Tensor) -> Tensor:
+    found = [own.sparsest(budget, raised) for own in curves]
+    return torch.where(budget < SMALL_BUDGET, found[1], found[0])
+
+
+def _at(
+    curves: list[_Curves], budget: Tensor, raised: Tensor, step: Tensor
+) -> tuple[Tensor, Tensor]:
+    found = [own.at(step, raised) for own in curves]
+    small = budget < SMALL_BUDGET
+    error, bound = (torch.where(small, b, a) for a, b in zip(*found, strict=True))
+    return error, bound
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """Error of every step, everything last, `[B, Hq, S + 1]`: by skipping alone, its upper bound,
+    and what quantization adds to both."""
+
+    error: Tensor
+    bound: Tensor
+    added: Tensor
+    noise: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        mean: Tensor,
+        deviation: Tensor,
+        heaviest: Tensor,
+        rate: Tensor,
+        added: Tensor,
+        quantized: Tensor,
+        noise: Tensor,
+    ) -> _Curves:
+        sparser = (torch.tensor(_TWICE, device=mean.device) - 1).clamp(min=0)
+        bound = rate * (mean + Z * deviation + TAIL * heaviest[..., sparser])
+        plain = rate * mean
+        error = plain + LEAN * (bound - plain)
+        none = torch.zeros_like(error[..., :1])
+        return cls(
+            torch.cat([error, none], -1),
+            torch.cat([bound, none], -1),
+            torch.cat([added, quantized], -1),
+            noise,
+        )
+
+    def sparsest(self, budget: Tensor, raised: Tensor) -> Tensor:
+        """The sparsest step such that it and all denser ones are within the budget; from there on
+        the sparsest whose error is known well enough."""
+        kept = ~raised[..., None]
+        added = torch.where(kept, self.added, 0.0)
+        bound = self.bound + added + torch.where(kept, self.noise, 0.0)
+        n = bound.shape[-1] - 1
+        fits = (bound <= budget[..., None])[..., :n]
+        first = n - fits.flip(-1).cumprod(-1).sum(-1)
+        # error - bound differ by (1 - LEAN) of bound - plain estimate.
+        apart = (self.bound - self.error) / (1 - LEAN)
+        known = apart <= RESOLVED * (self.error + added).clamp(min=LEAST_ERROR)
+        steps = torch.arange(n + 1, device=budget.device)
+        good = (steps >= first[..., None]) & known
+        good[..., n] = True
+        return torch.where(good, steps, n).amin(-1)
+
+    def at(self, step: Tensor, raised: Tensor) -> tuple[Tensor, Tensor]:
+        """`(error, bound)` of a step of each head; 0 where nothing finite was measured."""
+        kept = ~raised[..., None]
+        added = torch.where(kept, self.added, 0.0)
+        noise = torch.where(kept, self.noise, 0.0)
+        pick = step[..., None]
+        error, bound = self.error + added, self.bound + added + noise
+        return (
+            error.gather(-1, pick)[..., 0].nan_to_num(0.0, 0.0),
+            bound.gather(-1, pick)[..., 0].nan_to_num(0.0, 0.0),
+        )
+
+
+def _weighted(measured: Measured, x: Tensor) -> Tensor:
+    """Mean over the measured rows, `[B, Hq, m, …]` to `[B, Hq, …]`."""
+    return (measured.weights[..., None] * x).sum(-2)
+
+
+def _error_per_mass(skipping: Tensor, mass: Tensor) -> Tensor:
+    """Of each step; where measured rows drop next to nothing, that of all sparse steps."""
+    sparse = slice(0, _SPARSE_STEPS)
+    whole = skipping[..., sparse].sum(-1, True) / mass[..., sparse].sum(-1, True).clamp(min=1e-9)
+    whole = whole.clamp(0.05, 3.0)
+    return ((skipping + whole * PRIOR) / (mass + PRIOR)).clamp(max=4.0)

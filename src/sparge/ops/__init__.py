@@ -32,11 +32,11 @@ _PLAN = "Tensor counts, Tensor indices, Tensor allowed"
 _library = torch.library.Library("sparge", "DEF")
 _library.define(
     f"plan(Tensor query, Tensor key, Tensor? attn_mask, Tensor? block_mask, {_FACTS}, str backend,"
-    f" Tensor? value=None) -> ({_PLAN}, Tensor error)"
+    f" Tensor? value=None) -> ({_PLAN}, Tensor measured)"
 )
 _library.define(
     f"attend(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_PLAN}, {_FACTS},"
-    " str backend) -> (Tensor out, Tensor lse, Tensor pv_skips)"
+    " str backend, Tensor? measured=None) -> (Tensor out, Tensor lse, Tensor pv_skips)"
 )
 _library.define(
     "attend_backward(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value,"
@@ -68,6 +68,7 @@ class Given:
     counts: Any = None
     indices: Any = None
     allowed: Any = None
+    measured: Tensor | None = None
     is_causal: bool
     offset: int = 0
     causal_align: str = "top_left"
@@ -100,7 +101,8 @@ class Given:
         return check_call(self.query, self.key, self.value, **facts)
 
     def plan(self, call: Call) -> BlockPlan:
-        plan = plan_of_tensors((self.counts, self.indices, self.allowed), call)
+        tensors = (self.counts, self.indices, self.allowed)
+        plan = plan_of_tensors(tensors, call, self.measured)
         check_plan(plan, call, self.query.device)
         return plan
 
@@ -110,7 +112,7 @@ def facts_of(call: Call) -> tuple[bool, int, float, str]:
     return call.is_causal, call.offset, call.scale, call.recipe.to_json()
 
 
-def plan_of_tensors(plan: PlanTensors, call: Call, error: Tensor | None = None) -> BlockPlan:
+def plan_of_tensors(plan: PlanTensors, call: Call, measured: Tensor | None = None) -> BlockPlan:
     return BlockPlan(
         *plan,
         Lq=call.Lq,
@@ -118,14 +120,16 @@ def plan_of_tensors(plan: PlanTensors, call: Call, error: Tensor | None = None) 
         is_causal=call.is_causal,
         offset=call.offset,
         has_mask=call.has_mask,
-        error=error if error is not None and error.numel() else None,
+        measured=measured if measured is not None and measured.numel() else None,
     )
 
 
 def _plan(given: Given) -> tuple[Tensor, ...]:
     plan = run_plan(given.call(planning=True), given.inputs, backend=given.backend)
-    error = given.query.new_empty(0, dtype=torch.float64) if plan.error is None else plan.error
-    return plan.counts, plan.indices, plan.allowed, error
+    measured = plan.measured
+    if measured is None:
+        measured = given.query.new_empty(0, dtype=torch.float64)
+    return plan.counts, plan.indices, plan.allowed, measured
 
 
 def _attend(given: Given) -> tuple[Tensor, ...]:
@@ -217,7 +221,8 @@ def _unasked(query: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, attn_mask, counts, indices, allowed, *ctx.facts = inputs
+    query, key, value, attn_mask, counts, indices, allowed, *facts = inputs
+    ctx.facts = facts[:5]  # `measured` chooses precisions that have no gradient
     out, _, pv_skips = output
     ctx.mark_non_differentiable(pv_skips)
     ctx.save_for_backward(query, key, value, out, attn_mask, counts, indices, allowed)

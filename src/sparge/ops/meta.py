@@ -27,9 +27,9 @@ def plan(
     query: Tensor, key: Tensor, attn_mask: Any, block_mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     recipe = recipe_from_json(rest[3])
-    measured = isinstance(recipe.keep, KeepError) and block_mask is None
-    error = query.new_empty(query.shape[:2] if measured else (0,), dtype=torch.float64)
-    return (*plan_tensors(query, key.shape[2]), error)
+    measures = isinstance(recipe.keep, KeepError) and block_mask is None
+    shape = (3, *query.shape[:2]) if measures else (0,)
+    return (*plan_tensors(query, key.shape[2]), query.new_empty(shape, dtype=torch.float64))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

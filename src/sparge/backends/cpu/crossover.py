@@ -10,7 +10,7 @@ by cost_file.py, and estimated here until then.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,7 +18,8 @@ from ...backend import ESTIMATED, MEASURED, Estimate
 from ...blockplan import BlockPlan
 from ...call import Call
 from ...geometry import BLOCK_K, BLOCK_Q
-from ...recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, Recipe, heads_of
+from ...recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, heads_of
+from ..budget import measured_rows, surveyed_rows
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
@@ -103,7 +104,7 @@ class Crossover:
         """All that comes before our attention: statistics, codes, prediction and selection."""
         cost = self._cost(call.recipe.precision, call)
         tokens = call.B * (call.Hq * call.Lq + 2 * call.Hk * call.Lk)
-        pairs = call.B * call.Hq * block_pairs(call) * _sampled_share(call.recipe)
+        pairs = call.B * call.Hq * block_pairs(call) * _sampled_share(call)
         return cost.call + cost.token * tokens + cost.element * pairs
 
     def predict_attend(self, call: Call, kept_share: float) -> float:
@@ -131,6 +132,12 @@ class Crossover:
         """Once there is a plan: attention alone, since what came before is paid for."""
         blocks, kept = plan.indices.numel(), int(plan.counts.sum())
         dense, ours = self.predict_dense(call), self.predict_attend(call, kept / blocks)
+        if call.recipe.quantized and any(raised := plan.raised_key_heads(call.Hk)):
+            heads = torch.tensor(raised).repeat_interleave(call.Hq // call.Hk)
+            slow = int(plan.counts[:, heads].sum())
+            own = replace(call, recipe=replace(call.recipe, precision=call.own_precision))
+            ours = self.predict_attend(call, (kept - slow) / blocks)
+            ours += self.predict_attend(own, slow / blocks)
         whole = self.predict_attend(call, int(plan.allowed.sum()) / blocks)
         reason = (
             f"the plan keeps {plan.density:.0%} of the blocks; dense attention is faster from "
@@ -203,13 +210,16 @@ def _of_mass(mass: float, few: float) -> float:
     return min(mass, few + (1 - few) * MASS_DENSITY) if mass < 1 else 1.0
 
 
-def _sampled_share(recipe: Recipe) -> float:
-    """Rows that are scored exactly to predict, of each query block, and one that `KeepError` checks
-    at most; about as dear as kept ones."""
+def _sampled_share(call: Call) -> float:
+    """Rows that are scored exactly, of all rows: those that predict, and those that `KeepError`
+    surveys and measures. Surveyed rows are about as dear as kept ones, measured ones six times."""
+    recipe = call.recipe
     if isinstance(recipe.keep, KeepAll) or recipe.predictor == "mean":
         return 0.0
-    rows = min(recipe.sample_rows, BLOCK_Q) + isinstance(recipe.keep, KeepError)
-    return rows / BLOCK_Q
+    rows = min(recipe.sample_rows, BLOCK_Q) / BLOCK_Q
+    if isinstance(recipe.keep, KeepError):
+        rows += (surveyed_rows(call.n_q) + 6 * measured_rows(call.n_q)) / call.Lq
+    return rows
 
 
 def _mean(numbers: Iterable[float]) -> float:

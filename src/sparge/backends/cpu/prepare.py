@@ -29,10 +29,12 @@ def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Pr
     q = _pass(query, BLOCK_Q, asked, scale=call.scale, key_mean=mean if shifts else None)
     k = _pass(key, BLOCK_K, asked, scale=call.scale, mean=mean)
     v: Tensor | QTensor = key if value is None else value
-    if to_attend and value is not None and call.recipe.precision == "int8-fast":
+    reads_v = to_attend or call.measures_error
+    if reads_v and value is not None and call.recipe.precision == "int8-fast":
         v = _channels(value)
     statistics = Statistics(q.pooled, k.pooled, q.similarity, k.similarity)
-    return Prepared(Operands(q.x, k.x, v, q.lse_shift), statistics, value)
+    operands = Operands(q.x, k.x, v, q.lse_shift)
+    return Prepared(operands, statistics, query, key, value)
 
 
 @dataclass(frozen=True)

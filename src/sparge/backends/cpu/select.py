@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...blockplan import BlockPlan, plan_from_lists
 from ...call import Call
+from ...qtensor import QTensor
 from ...recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, heads_of
 from ...stages import Prepared
 from ...tokenmask import TokenMask
-from ..budget import checked_rows, masses_of, take_step
+from ..budget import (
+    N_STEPS,
+    Measured,
+    Survey,
+    choose_rows,
+    decide,
+    draw_measured,
+    step_masses,
+)
 from ..forced import forced_blocks
 from . import library
 from .op_arguments import min_similarity, scored_parts, token_parts
@@ -30,8 +40,8 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
     lists = counts, indices, torch.empty_like(counts)
     if isinstance(call.recipe.keep, KeepError):
         assert mass is not None
-        error = _select_by_error(call, prepared, mass, tokens, lists)
-        return plan_from_lists(*lists, tokens, error=error)
+        measured = _select_by_error(call, prepared, mass, tokens, lists)
+        return plan_from_lists(*lists, tokens, measured=measured)
     found = prepared.statistics
     library.ops().select(
         mass,
@@ -46,7 +56,7 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
         *lists,
         library.isa_number(),
     )
-    return plan_from_lists(*lists, tokens, error=None)
+    return plan_from_lists(*lists, tokens)
 
 
 def _select_by_error(
@@ -56,31 +66,71 @@ def _select_by_error(
     tokens: TokenMask,
     lists: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Measures every step in one pass, then writes the lists of the step that each head takes."""
-    assert isinstance(call.recipe.keep, KeepError)
+    """Measures every step, then writes the lists of the step that each head takes."""
+    keep, isa = call.recipe.keep, library.isa_number()
+    assert isinstance(keep, KeepError)
+    assert prepared.query is not None
     counts, indices, allowed = lists
-    masses = torch.tensor(masses_of(call.recipe.keep, call.Hq), dtype=torch.float64)
-    wrong = masses.new_empty((call.B, *masses.shape))
-    whole = masses.new_empty((call.B, call.Hq))
-    library.ops().select_steps(
-        mass,
-        masses,
-        *scored_parts(prepared.operands),
-        PRECISIONS.index(call.recipe.precision),
-        call.scale,
+    ops, where = library.ops(), token_parts(tokens)
+    masses = torch.tensor(step_masses(), dtype=torch.float64)
+    forced = _forced(call, tokens)
+    ops.first_steps(mass, masses, forced, *where, call.Lq, call.Lk, indices, allowed, isa)
+    deviation = torch.empty((call.B, call.Hq, call.Lq))
+    energy = torch.empty((call.B, call.Hq, call.n_q))
+    ops.deviations(prepared.query, deviation, energy, isa)
+    surveyed = choose_rows(deviation, energy, keep, call.recipe.sample_rows)
+    scored = scored_parts(prepared.operands)
+    scored = (*scored, PRECISIONS.index(call.recipe.precision), call.scale)
+    dropped = torch.empty((*surveyed.rows.shape, N_STEPS))
+    facts = torch.empty((3, 2, call.B, call.Hq, N_STEPS), dtype=torch.float64).unbind()
+    given = (surveyed.rows, surveyed.weights.contiguous())
+    ops.survey(*scored, indices, *given, *where, dropped, *facts, isa)
+    survey = Survey(dropped, *facts)
+    rows, weights, of_rows = draw_measured(surveyed, survey, call.n_q)
+    sums = _step_errors(call, prepared, scored, indices, rows, tokens)
+    decision = decide(
+        survey,
+        Measured(*sums, weights, of_rows),
+        keep,
+        call.Hk,
+        may_raise=call.recipe.quantized,
+    )
+    ops.take_steps(decision.step, counts, indices, isa)
+    return decision.measured
+
+
+def _step_errors(
+    call: Call,
+    prepared: Prepared,
+    scored: tuple[Any, ...],
+    first: Tensor,
+    rows: Tensor,
+    tokens: TokenMask,
+) -> tuple[Tensor, Tensor, Tensor]:
+    own: tuple[Tensor | None, ...] = (prepared.query, prepared.key)
+    if call.recipe.precision in ("exact", call.own_precision):
+        own = (None, None)  # what is computed is exact
+    codes = v_scale = None
+    if isinstance(prepared.operands.value, QTensor):
+        codes, v_scale = prepared.operands.value.codes, prepared.operands.value.scale.contiguous()
+    skipping = torch.empty((*rows.shape, N_STEPS), dtype=torch.float64)
+    total = torch.empty((*rows.shape, N_STEPS + 1), dtype=torch.float64)
+    whole = torch.empty(rows.shape, dtype=torch.float64)
+    library.ops().step_errors(
+        *scored,
+        *own,
         prepared.value,
-        torch.tensor(checked_rows(call.Lq, call.recipe.sample_rows)),
-        _forced(call, tokens),
+        codes,
+        v_scale,
+        first,
+        rows.contiguous(),
         *token_parts(tokens),
-        wrong,
+        skipping,
+        total,
         whole,
-        indices,
-        allowed,
         library.isa_number(),
     )
-    step, error = take_step(wrong, whole, call.recipe.keep)
-    library.ops().take_steps(step, counts, indices, library.isa_number())
-    return error
+    return skipping, total, whole
 
 
 def _forced(call: Call, tokens: TokenMask) -> Tensor:

@@ -24,7 +24,8 @@ def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Pr
     operands = Operands(query, key, v)
     if call.recipe.quantized and (to_attend or call.samples_rows):
         # Planning alone scores rows with the codes of q and k; V is read as it came.
-        precision = call.recipe.precision if to_attend else "int8"
+        reads_v = to_attend or call.measures_error
+        precision = call.recipe.precision if reads_v else "int8"
         operands = quantize(query, key, v, scale=call.scale, precision=precision)
     statistics = Statistics()
     if to_plan and call.pools_blocks:
@@ -33,7 +34,7 @@ def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Pr
             block_statistics(smooth_keys(key)[0], BLOCK_K),
         )
         statistics = Statistics(q_pooled, k_pooled, q_similarity, k_similarity)
-    return Prepared(operands, statistics, value)
+    return Prepared(operands, statistics, query, key, value)
 
 
 def quantize(

@@ -18,9 +18,17 @@ from ...recipe import KeepAll, KeepError, KeepFraction, KeepMass, heads_of
 from ...stages import Prepared
 from ...support.ordered_sums import prefix_sum
 from ...tokenmask import EXCLUDED, TokenMask
-from ..budget import masses_of, take_step
+from ..budget import (
+    Decision,
+    Measured,
+    choose_rows,
+    decide,
+    draw_measured,
+    step_masses,
+    summarize,
+)
 from ..forced import forced_blocks
-from .sampled_rows import step_errors
+from .checked_rows import deviations, dropped_masses, step_errors
 from .similarity import untrusted_keys, untrusted_queries
 
 
@@ -40,15 +48,34 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
         forced = forced | untrusted_keys(call, found)[..., None, :]
     if not isinstance(keep, KeepError):
         return plan_from_mask(select_blocks(mass, may, keep) | forced, tokens)
-    first = first_steps(mass, may, keep).masked_fill(forced, 0)
-    step, error = take_step(*step_errors(call, prepared, first, may, tokens), keep)
-    return plan_from_mask(first <= step[..., None, None], tokens, error=error)
+    first = first_steps(mass, may).masked_fill(forced, 0).masked_fill(~may, -1)
+    decision = _decide(call, prepared, first, tokens)
+    kept = first <= decision.step[..., None, None]
+    return plan_from_mask(kept, tokens, measured=decision.measured)
 
 
-def first_steps(mass: Tensor, may: Tensor, keep: KeepError) -> Tensor:
+def first_steps(mass: Tensor, may: Tensor) -> Tensor:
     """The first step that keeps each block, int64; each step keeps what those before it do."""
-    masses = torch.tensor(masses_of(keep, mass.shape[1]), dtype=torch.float64, device=mass.device)
-    return (~keep_masses(mass, may, masses[:, None])).sum(-2)
+    masses = torch.tensor(step_masses(), dtype=torch.float64, device=mass.device)
+    return (~keep_masses(mass, may, masses.expand(*mass.shape[:3], -1))).sum(-2)
+
+
+def _decide(call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask) -> Decision:
+    keep = call.recipe.keep
+    assert isinstance(keep, KeepError)
+    assert prepared.query is not None
+    surveyed = choose_rows(*deviations(prepared.query), keep, call.recipe.sample_rows)
+    dropped = dropped_masses(call, prepared.operands, first, tokens, surveyed.rows)
+    survey = summarize(surveyed, dropped)
+    rows, weights, of_rows = draw_measured(surveyed, survey, call.n_q)
+    sums = step_errors(call, prepared, first, tokens, rows)
+    return decide(
+        survey,
+        Measured(*sums, weights, of_rows),
+        keep,
+        call.Hk,
+        may_raise=call.recipe.quantized,
+    )
 
 
 def select_blocks(mass: Tensor, may: Tensor, keep: KeepMass | KeepFraction) -> Tensor:

@@ -1,0 +1,145 @@
+"""What `KeepError` looks at (budget.py), row by row: distances of queries from the mean of their
+block, the mass that each step drops from a row, and the error of each step.
+
+    dropped[r, s]   = mass of the blocks that step s drops / mass of all blocks
+    skipping[r, s]  = |out over the kept blocks - out over all|, both as computed
+    total[r, s]     = |out over the kept blocks, as computed - out over all, exactly|
+
+As computed: scores of the call's precision, and P and V rounded as `attend` rounds them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...call import Call, half_dtype
+from ...geometry import BLOCK_K, BLOCK_Q, in_blocks, slices_of
+from ...qtensor import Operands, QTensor, working
+from ...stages import Prepared
+from ...support.ordered_sums import exp2, fold_sum, mean_over_rows, shift_of
+from ...tokenmask import TokenMask
+from ..budget import N_STEPS
+from .scores import HeadScores
+
+KEYS_AT_ONCE = 4096
+
+
+def deviations(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distance of each query from the mean of its block `[B, Hq, Lq]`, and the sum of the
+    squares of each block's queries `[B, Hq, n_q]`; fp32."""
+    x = query.float()
+    blocks = in_blocks(x, -2, BLOCK_Q)
+    sizes = in_blocks(torch.ones(x.shape[2], device=x.device), -1, BLOCK_Q).sum(-1)
+    mean = mean_over_rows(blocks, sizes)
+    off = fold_sum((blocks - mean.unsqueeze(-2)).square(), dim=-1)
+    energy = fold_sum(fold_sum(blocks.square(), dim=-1), dim=-1)
+    return off.flatten(2)[:, :, : x.shape[2]], energy
+
+
+def dropped_masses(
+    call: Call, operands: Operands, first: Tensor, tokens: TokenMask, rows: Tensor
+) -> Tensor:
+    """`[B, Hq, n, steps]` fp32 of rows `[B, Hq, n]`, 0 for those that are -1. `first [B, Hq, n_q,
+    n_k]` is the first step that keeps each block; -1 where no pair may attend."""
+    out = torch.zeros((*rows.shape, N_STEPS), dtype=torch.float32, device=rows.device)
+    for b, h, some in _heads(rows):
+        weights = row_weights(call, operands, tokens, b, h, rows[b, h, some])
+        by_block = fold_sum(in_blocks(weights, -1, BLOCK_K), dim=-1)
+        row_sum = fold_sum(by_block, dim=-1).unsqueeze(-1)
+        steps = first[b, h, rows[b, h, some] // BLOCK_Q]
+        missing = [
+            fold_sum(torch.where(steps > step, by_block, 0.0), dim=-1) for step in range(N_STEPS)
+        ]
+        out[b, h, some] = torch.where(row_sum == 0, 0.0, torch.stack(missing, -1) / row_sum)
+    return out
+
+
+def step_errors(
+    call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(skipping [B, Hq, m, steps], total [B, Hq, m, steps + 1], whole [B, Hq, m])` of rows
+    `[B, Hq, m]`, fp64."""
+    shape, device = rows.shape, rows.device
+    skipping = torch.zeros((*shape, N_STEPS), dtype=torch.float64, device=device)
+    total = torch.zeros((*shape, N_STEPS + 1), dtype=torch.float64, device=device)
+    whole = torch.zeros(shape, dtype=torch.float64, device=device)
+    assert prepared.query is not None
+    assert prepared.key is not None
+    assert prepared.value is not None
+    own = Operands(prepared.query, prepared.key, prepared.value)
+    for b, h, some in _heads(rows):
+        at = rows[b, h, some]
+        exact = _outputs(call, own, tokens, b, h, at, None, "exact")[-1]
+        steps = first[b, h, at // BLOCK_Q]
+        precision = call.recipe.precision
+        outs = _outputs(call, prepared.operands, tokens, b, h, at, steps, precision)
+        skipping[b, h] = (outs[:-1] - outs[-1]).abs().sum(-1).T
+        total[b, h] = (outs - exact).abs().sum(-1).T
+        whole[b, h] = exact.abs().sum(-1)
+    return skipping, total, whole
+
+
+def row_weights(
+    call: Call,
+    operands: Operands,
+    tokens: TokenMask,
+    b: int,
+    h: int,
+    rows: Tensor,
+    precision: str | None = None,
+) -> Tensor:
+    """exp(score - row_max) of some rows over all keys `[r, Lk]`; zeros where masked."""
+    precision = precision or call.recipe.precision
+    head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=precision)
+    parts = [head.scores(rows, cols) for cols in slices_of(tokens.Lk, KEYS_AT_ONCE)]
+    scores = torch.cat(parts, dim=1)
+    return exp2(scores - shift_of(scores.amax(1, keepdim=True)))
+
+
+def _outputs(
+    call: Call,
+    operands: Operands,
+    tokens: TokenMask,
+    b: int,
+    h: int,
+    rows: Tensor,
+    steps: Tensor | None,
+    precision: str,
+) -> Tensor:
+    """Outputs over the blocks of every step, `[steps + 1, rows, Dv]` fp64, everything last; of
+    everything alone without `steps`, the first steps of the blocks of each row."""
+    p = row_weights(call, operands, tokens, b, h, rows, precision)
+    h_k = h * call.Hk // call.Hq
+    sums = fold_sum(in_blocks(p, -1, BLOCK_K), dim=-1).double()
+    if isinstance(operands.value, QTensor):
+        v = operands.value.dequantize()[b, h_k].double()
+        blocks = in_blocks(p, -1, BLOCK_K)
+        scale = blocks.amax(-1, keepdim=True) / 255
+        p = (torch.where(scale > 0, blocks / scale, 0.0).round() * scale).flatten(1)[:, : call.Lk]
+    else:
+        v = operands.value[b, h_k]
+        if precision != "exact":
+            p, v = p.to(half_dtype(call.dtype)).float(), working(v, "half")
+        v = v.double()
+    parts = fold_sum(in_blocks(p.double().unsqueeze(-1) * v, -2, BLOCK_K), dim=-2)
+    outs = []
+    for step in range(N_STEPS if steps is not None else 0):
+        assert steps is not None
+        kept = (steps >= 0) & (steps <= step)
+        outs.append(_over_blocks(parts, sums, kept))
+    outs.append(_over_blocks(parts, sums, torch.ones_like(sums, dtype=torch.bool)))
+    return torch.stack(outs)
+
+
+def _over_blocks(parts: Tensor, sums: Tensor, kept: Tensor) -> Tensor:
+    """Outputs of rows over some blocks, from each block's sum of weights · V and of weights."""
+    row_sum = fold_sum(torch.where(kept, sums, 0.0), dim=1).unsqueeze(-1)
+    out = fold_sum(torch.where(kept.unsqueeze(-1), parts, 0.0), dim=1)
+    return torch.where(row_sum == 0, 0.0, out / row_sum)
+
+
+def _heads(rows: Tensor) -> list[tuple[int, int, Tensor]]:
+    """Each head with the places of its rows."""
+    B, Hq = rows.shape[:2]
+    return [(b, h, (rows[b, h] >= 0).nonzero()[:, 0]) for b in range(B) for h in range(Hq)]
