@@ -88,6 +88,21 @@ class Operands:
     lse_shift: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Pooled:
+    """Means of `group` consecutive keys and values each, for the blocks that are skipped.
+
+    key `[B, Hk, n, D]`, value `[B, Hk, n, Dv]`, `n = ceil(Lk / group)`; in the run's precision.
+    Entry `e` stands for keys `e · group …` of key block `e · group // 64`; the last entry for fewer
+    keys where `Lk` is no multiple. Means that are not finite are zero here: their block is known
+    not to be finite by its own keys and values.
+    """
+
+    key: Tensor | QTensor
+    value: Tensor | QTensor
+    group: int
+
+
 def finite_rows(x: Tensor | QTensor) -> Tensor:
     """Which rows hold only finite numbers, bool `[B, H, L]`."""
     if isinstance(x, QTensor):

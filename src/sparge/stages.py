@@ -19,7 +19,7 @@ from torch import Tensor
 from .blockplan import BlockPlan
 from .call import Call, Inputs
 from .geometry import BLOCK_Q
-from .qtensor import Operands, QTensor
+from .qtensor import Operands, Pooled, QTensor
 from .tokenmask import TokenMask
 
 
@@ -38,11 +38,13 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the later stages read. value: the caller's own, which `KeepError` measures with."""
+    """What the later stages read. value: the caller's own, which `KeepError` measures with.
+    pooled: what skipped blocks contribute; None where they contribute nothing."""
 
     operands: Operands
     statistics: Statistics = Statistics()
     value: Tensor | None = None
+    pooled: Pooled | None = None
 
     def query_blocks(self, start: int, stop: int) -> Prepared:
         """The same keys and values with query blocks `start … stop-1` alone."""
@@ -92,7 +94,8 @@ class Stages(Protocol):
 
     def prepare(self, call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
         """One pass. to_plan: statistics (and codes) that predict reads; to_attend: the operands
-        of attend. Without a value, what planning alone needs."""
+        of attend, and with `skipped="pool"` the pooled entries. Without a value, what planning
+        alone needs."""
         ...
 
     def predict(self, call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
@@ -108,7 +111,8 @@ class Stages(Protocol):
     def attend(
         self, call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask
     ) -> Attended:
-        """The output over the blocks of a plan, in `call.dtype`."""
+        """The output over the blocks of a plan, in `call.dtype`; where there are pooled entries,
+        with those of the blocks that are skipped and wholly open."""
         ...
 
     def backward(self, call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gradients:
