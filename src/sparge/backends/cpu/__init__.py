@@ -26,8 +26,6 @@ def _refusal(host: Host, call: Call) -> str | None:
         return f"it runs on the cpu, and the tensors are on {call.device}"
     if call.dtype == torch.float64:
         return "it computes in fp32; the reference serves float64"
-    if call.recipe.pools:
-        return "it drops skipped blocks; the reference pools them"
     if MISSING is None:
         library.chosen_isa(ISAS)  # raises if a forced name is not there
     return MISSING

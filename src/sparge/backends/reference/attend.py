@@ -100,9 +100,7 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
     return Attended(out, lse, pv_skips)
 
 
-def _entries(
-    call: Call, prepared: Prepared, is_open: Tensor, kept: list[int]
-) -> Entries | None:
+def _entries(call: Call, prepared: Prepared, is_open: Tensor, kept: list[int]) -> Entries | None:
     """What the skipped blocks of one query block contribute; `is_open [n_k]`."""
     if prepared.pooled is None:
         return None
