@@ -202,6 +202,10 @@ struct AttendArgs : ScoreArgs {
   const char* v_tiles;       // transposed V, where the tile unit needs it
   int64_t v_tiles_block;     // bytes of one key block of it
   const float* v_factor;     // [B, Hk] the power of two that V is multiplied by
+  // What skipped blocks contribute, null where that is nothing: entries in the place of keys, each
+  // the mean of `pool_group` keys (the last one of fewer). Its operands and facts alone are read.
+  const AttendArgs* pooled;
+  int pool_group;
   char* out;
   Dtype out_dtype;
   float* lse;

@@ -31,12 +31,12 @@ struct InTurn : Walk<QK, PV, kDegree> {
           for (int quarter = 0; quarter < 4; ++quarter) scale(unit, slot, 0, quarter, k_scale);
         }
         // One block at a time: no pending P depends on the old shift.
-        if (!decide(unit, 0, attends, [](int) {})) continue;
+        if (!decide(unit, slot, 0, attends, [](int) {})) continue;
         exponentiate(unit, 0, 0, 0, 0, 0, kBlockK);
         const float* p = weights_of(0, 0, 0);
         if constexpr (kFast) {
           product<PV>(slot.value, width, p, kPSteps, sums, false);
-          join(unit, sums, p_scale[0][0][0], v_scale_of(slot.i_k), 0, width);
+          join(unit, sums, p_scale[0][0][0], v_scale_of(slot), 0, width);
         } else {
           product<PV>(slot.value, width, p, kPSteps, acc_of(unit), true);
         }
@@ -127,12 +127,12 @@ struct Interleaved : Walk<QK, PV, kDegree> {
       for (int step = 0; step < n_steps; ++step, parity ^= 1) {
         const int unit = step / held, slot = step % held, other = parity ^ 1;
         if (slot == 0) open = Pending{}, open.unit = unit, open.parity = p_parity;
-        const unsigned active =
-            decide(unit, parity, attends[parity], [this](int u) { finish_pending(u); });
+        const unsigned active = decide(unit, slots[slot], parity, attends[parity],
+                                       [this](int u) { finish_pending(u); });
         if (active) {
           open.slot[open.n] = slot;
           open.v_tile[open.n] = slots[slot].v_tile;
-          open.v_scale[open.n++] = v_scale_of(slots[slot].i_k);
+          open.v_scale[open.n++] = v_scale_of(slots[slot]);
         }
         const int later = from + kChunk + slot;
         // The next step; after the last one, the first of the next chunk.

@@ -52,9 +52,15 @@ void attend(const AttendArgs& a, int64_t task, char* scratch) {
   with_walk(a, [&](auto w) {
     typename Pointee<decltype(w)>::type attention(a, task, scratch);
     const int32_t* kept = a.indices + task * a.shape.n_k();
+    const int n = a.counts[task];
     attention.begin();
-    attention.walk(kept, a.counts[task]);
-    attention.finish(kept, a.counts[task]);
+    if (a.pooled) {
+      const int n_visited = attention.visit_pooled(kept, n);
+      attention.walk(attention.visited, n_visited);
+    } else {
+      attention.walk(kept, n);
+    }
+    attention.finish(kept, n);
     return 0;
   });
 }

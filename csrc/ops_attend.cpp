@@ -42,12 +42,58 @@ void check_value(const AttendArgs& a) {
     refuse("value must have the dtype of key");
 }
 
+// The value of a pooled entry has the dtype of V, or is fp32 in `exact`; its key that of a key.
+void check_pooled(const AttendArgs& a, const AttendArgs& pooled) {
+  const bool exact = a.precision == Precision::exact;
+  auto same = [&](Dtype x, Dtype y) { return x == y || (exact && x == Dtype::f32); };
+  if (!same(pooled.key.dtype, a.key.dtype))
+    refuse("pooled_key must have the dtype of key", exact ? ", or float32" : "");
+  if (!same(pooled.value.dtype, a.value.dtype))
+    refuse("pooled_value must have the dtype of value", exact ? ", or float32" : "");
+  if ((pooled.v_scale != nullptr) != (a.v_scale != nullptr))
+    refuse(a.v_scale ? "pooled_v_scale is needed with int8 values"
+                     : "pooled_v_scale must be None without int8 values");
+}
+
+// What is known of each key block.
+struct BlockFacts {
+  std::vector<uint8_t> finite;
+  std::vector<float> largest;
+  std::vector<int32_t> code_sums;
+};
+BlockFacts find_facts(const Kernels& k, AttendArgs* a) {
+  const Shape& s = a->shape;
+  const int64_t heads = s.B * s.Hk, blocks = heads * s.n_k();
+  BlockFacts facts{std::vector<uint8_t>(size_t(blocks)), std::vector<float>(size_t(blocks)),
+                   std::vector<int32_t>(k.needs_code_sums(*a) ? size_t(heads * s.Lk) : 0)};
+  a->code_sums = facts.code_sums.empty() ? nullptr : facts.code_sums.data();
+  run_tasks(k, blocks, 64, nullptr, [&](int64_t task, char*) {
+    k.find_kv_facts(*a, task, facts.finite.data(), facts.largest.data(),
+                    facts.code_sums.empty() ? nullptr : facts.code_sums.data());
+  });
+  return facts;
+}
+
+// Transposed V, where the tile unit needs it.
+Buffer transpose_values(const Kernels& k, AttendArgs* a) {
+  const int64_t bytes = k.v_tile_bytes(*a), blocks = a->shape.B * a->shape.Hk * a->shape.n_k();
+  if (!bytes) return {};
+  Buffer tiles = allocate(size_t(bytes * blocks));
+  if (!tiles) refuse("no memory for transposed values, ", bytes * blocks, " bytes");
+  a->v_tiles = tiles.get();
+  a->v_tiles_block = bytes;
+  run_tasks(k, blocks, 64, nullptr,
+            [&](int64_t task, char*) { k.transpose_value(*a, task, tiles.get()); });
+  return tiles;
+}
+
 void attend(const Tensor& query, const Tensor& key, const Tensor& value, MaybeTensor q_scale,
             int64_t q_rows_per_scale, MaybeTensor k_scale, int64_t k_rows_per_scale,
-            MaybeTensor v_scale, MaybeTensor lse_shift, MaybeTensor pv_skip, const Tensor& counts,
-            const Tensor& indices, MaybeTensor mask, MaybeTensor kinds, bool is_causal,
-            int64_t offset, int64_t precision, double softmax_scale, Tensor out, Tensor lse,
-            Tensor pv_skips, int64_t isa) {
+            MaybeTensor v_scale, MaybeTensor pooled_key, MaybeTensor pooled_value,
+            MaybeTensor pooled_k_scale, MaybeTensor pooled_v_scale, int64_t pool_group,
+            MaybeTensor lse_shift, MaybeTensor pv_skip, const Tensor& counts, const Tensor& indices,
+            MaybeTensor mask, MaybeTensor kinds, bool is_causal, int64_t offset, int64_t precision,
+            double softmax_scale, Tensor out, Tensor lse, Tensor pv_skips, int64_t isa) {
   const Kernels& k = kernels_of(isa);
   Arguments arguments;
   AttendArgs a{};
@@ -66,39 +112,52 @@ void attend(const Tensor& query, const Tensor& key, const Tensor& value, MaybeTe
   a.out = arguments.write_floats("out", out, {s.B, s.Hq, s.Lq, s.Dv}, &a.out_dtype);
   a.lse = arguments.write<float>("lse", lse, {s.B, s.Hq, s.Lq});
   a.pv_skips = arguments.write<int32_t>("pv_skips", pv_skips, {s.B, s.Hq, s.n_q()});
+  AttendArgs pooled{};
+  if (pooled_key) {
+    if (!pooled_value) refuse("pooled_value is needed with pooled_key");
+    a.pool_group = int(in_range("pool_group", pool_group, 1, kBlockK));
+    if (kBlockK % pool_group) refuse("pool_group must divide ", kBlockK, ", got ", pool_group);
+    pooled.precision = a.precision;
+    pooled.shape = s;
+    Shape& p = pooled.shape;
+    p.Lk = blocks_of(s.Lk, pool_group);
+    pooled.key = arguments.rows("pooled_key", *pooled_key, {p.B, p.Hk, p.Lk, p.D});
+    pooled.value = arguments.rows("pooled_value", *pooled_value, {p.B, p.Hk, p.Lk, p.Dv});
+    pooled.k_scale = arguments.scales("pooled_k_scale", pooled_k_scale,
+                                      pooled.key.dtype == Dtype::i8, "", 1, {p.B, p.Hk, p.Lk});
+    pooled.v_scale =
+        arguments.read<float>("pooled_v_scale", pooled_v_scale, {p.B, p.Hk, p.n_k(), p.Dv});
+    check_pooled(a, pooled);
+    a.pooled = &pooled;
+  } else if (pooled_value || pooled_k_scale || pooled_v_scale) {
+    refuse("pooled_key is needed with pooled_value and its scales");
+  }
   const int64_t n = s.B * s.Hq * s.n_q();
   check_lists(k, a.counts, a.indices, n, s.n_k());
 
-  const int64_t heads = s.B * s.Hk, blocks = heads * s.n_k();
-  std::vector<uint8_t> finite(static_cast<size_t>(blocks));
-  std::vector<float> block_largest(static_cast<size_t>(blocks)),
-      largest(static_cast<size_t>(heads)), factor(static_cast<size_t>(heads));
-  std::vector<int32_t> sums(k.needs_code_sums(a) ? size_t(heads * s.Lk) : 0);
-  int32_t* code_sums = sums.empty() ? nullptr : sums.data();
-  run_tasks(k, blocks, 64, nullptr, [&](int64_t task, char*) {
-    k.find_kv_facts(a, task, finite.data(), block_largest.data(), code_sums);
-  });
+  const int64_t heads = s.B * s.Hk;
+  BlockFacts facts = find_facts(k, &a);
+  std::vector<float> largest(static_cast<size_t>(heads)), factor(static_cast<size_t>(heads));
   const double most = a.out_dtype == Dtype::f16    ? 65504.0
                       : a.out_dtype == Dtype::bf16 ? 3.3895313892515355e38
                                                    : 3.4028234663852886e38;
   for (int64_t i = 0; i < heads; ++i) {
     float x = 0.0f;
-    for (int64_t j = 0; j < s.n_k(); ++j) x = std::max(x, block_largest[size_t(i * s.n_k() + j)]);
+    for (int64_t j = 0; j < s.n_k(); ++j) x = std::max(x, facts.largest[size_t(i * s.n_k() + j)]);
     factor[size_t(i)] = factor_for(x, s.Lk);
     largest[size_t(i)] = float(std::min(double(x), most));
   }
-  a.finite = finite.data();
+  a.finite = facts.finite.data();
   a.largest = largest.data();
   a.v_factor = factor.data();
-  a.code_sums = code_sums;
-  Buffer tiles;
-  if (const int64_t bytes = k.v_tile_bytes(a)) {
-    tiles = allocate(size_t(bytes * blocks));
-    if (!tiles) refuse("no memory for transposed values, ", bytes * blocks, " bytes");
-    a.v_tiles = tiles.get();
-    a.v_tiles_block = bytes;
-    run_tasks(k, blocks, 64, nullptr,
-              [&](int64_t task, char*) { k.transpose_value(a, task, tiles.get()); });
+  const Buffer tiles = transpose_values(k, &a);
+  // Means are no larger than what they are means of, so the factor of V holds for them too.
+  BlockFacts pooled_facts;
+  Buffer pooled_tiles;
+  if (a.pooled) {
+    pooled.v_factor = a.v_factor;
+    pooled_facts = find_facts(k, &pooled);
+    pooled_tiles = transpose_values(k, &pooled);
   }
   const std::vector<int64_t> order = long_lists_first(a.counts, n);
   run_tasks(k, n, k.attend_scratch(a), order.data(),
@@ -164,8 +223,10 @@ void backward(const Tensor& query, const Tensor& key, const Tensor& value, const
 STABLE_TORCH_LIBRARY_FRAGMENT(sparge_cpu, m) {
   m.def(
       "attend(Tensor query, Tensor key, Tensor value, Tensor? q_scale, int q_rows_per_scale, "
-      "Tensor? k_scale, int k_rows_per_scale, Tensor? v_scale, Tensor? lse_shift, Tensor? pv_skip, "
-      "Tensor counts, Tensor indices, Tensor? mask, Tensor? kinds, bool is_causal, int offset, "
+      "Tensor? k_scale, int k_rows_per_scale, Tensor? v_scale, Tensor? pooled_key, "
+      "Tensor? pooled_value, Tensor? pooled_k_scale, Tensor? pooled_v_scale, int pool_group, "
+      "Tensor? lse_shift, Tensor? pv_skip, Tensor counts, Tensor indices, Tensor? mask, Tensor? "
+      "kinds, bool is_causal, int offset, "
       "int precision, float softmax_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) pv_skips, "
       "int isa) -> ()");
   m.def(

@@ -28,18 +28,21 @@ struct alignas(64) GroupState {
 // The maximum, and NaN where either is NaN; `max` would return its second operand.
 inline F32x16 max_or_nan(F32x16 a, F32x16 b) { return select(at_least(a, a), max(a, b), a); }
 
+template <bool kInteger>
+inline F32x16 scaled_product(const float* s, int j, const float* k_scale, F32x16 q_factor) {
+  if constexpr (kInteger)
+    return to_float(iload(reinterpret_cast<const int32_t*>(s + j * kLanes))) *
+           (q_factor * broadcast(k_scale[j]));
+  else
+    return load(s + j * kLanes) * q_factor;
+}
+
 // Turns products into scores, in place; returns the block's maximum of each row. A NaN bias makes
 // it NaN, so that the second filter does not skip a block that makes the row NaN.
 template <bool kInteger>
 inline F32x16 scale_scores(float* s, int from, int to, const float* k_scale, F32x16 q_factor,
                            const GroupMask* mask, float bias_factor, F32x16 block_max) {
-  auto scaled = [&](int j) {
-    if constexpr (kInteger)
-      return to_float(iload(reinterpret_cast<const int32_t*>(s + j * kLanes))) *
-             (q_factor * broadcast(k_scale[j]));
-    else
-      return load(s + j * kLanes) * q_factor;
-  };
+  auto scaled = [&](int j) { return scaled_product<kInteger>(s, j, k_scale, q_factor); };
   if (!mask) {
     // Two maxima, for even and odd keys: a single one would be a chain of four cycles per key.
     F32x16 odd_max = block_max;
@@ -66,6 +69,22 @@ inline F32x16 scale_scores(float* s, int from, int to, const float* k_scale, F32
     block_max = max(x, block_max);
   }
   return broken & kAllLanes ? select(broken, broadcast(NAN), block_max) : block_max;
+}
+
+// The same for pooled entries: `bias` is log2 of the keys of each, -inf where it contributes
+// nothing.
+template <bool kInteger>
+inline F32x16 scale_entries(float* s, int from, int to, const float* k_scale, F32x16 q_factor,
+                            const float* bias, F32x16 block_max) {
+  for (int j = from; j < to; ++j) {
+    F32x16 x = broadcast(-INFINITY);
+    // Not by adding -inf: a product that overflowed would become NaN.
+    if (bias[j] > -INFINITY)
+      x = scaled_product<kInteger>(s, j, k_scale, q_factor) + broadcast(bias[j]);
+    store(s + j * kLanes, x);
+    block_max = max(x, block_max);
+  }
+  return block_max;
 }
 
 // The second filter: every row of the group is pv_skip (natural log) below its running maximum.

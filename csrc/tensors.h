@@ -170,6 +170,19 @@ class Arguments {
     a->softmax_scale = finite("softmax_scale", softmax_scale);
   }
 
+  // Scales of rows; `codes` says whether the rows are codes, which alone have scales.
+  Scales scales(const char* name, const MaybeTensor& x, bool codes, const char* rows_name,
+                int64_t rows_per_scale, Sizes sizes) {
+    if (x.has_value() != codes)
+      refuse(name, codes ? " is needed with int8 codes" : " must be None without int8 codes");
+    Scales s;
+    if (!x) return s;
+    s.rows_per_scale = in_range(rows_name, rows_per_scale, 1, kMaxLength);
+    sizes[2] = s.per_head = blocks_of(sizes[2], rows_per_scale);
+    s.data = read<float>(name, *x, sizes);
+    return s;
+  }
+
   TokenMask tokens(const MaybeTensor& mask, const MaybeTensor& kinds, bool is_causal,
                    int64_t offset, const Shape& s) {
     if (mask.has_value() != kinds.has_value()) refuse("mask and kinds must come together");
@@ -268,17 +281,6 @@ class Arguments {
         refuse("mask must be bool, float32, bfloat16 or float16, got ",
                toString(mask.scalar_type()));
     }
-  }
-  Scales scales(const char* name, const MaybeTensor& x, bool codes, const char* rows_name,
-                int64_t rows_per_scale, Sizes sizes) {
-    if (x.has_value() != codes)
-      refuse(name, codes ? " is needed with int8 codes" : " must be None without int8 codes");
-    Scales s;
-    if (!x) return s;
-    s.rows_per_scale = in_range(rows_name, rows_per_scale, 1, kMaxLength);
-    sizes[2] = s.per_head = blocks_of(sizes[2], rows_per_scale);
-    s.data = read<float>(name, *x, sizes);
-    return s;
   }
   void* contiguous(const char* name, const Tensor& x, ScalarType type, const Sizes& sizes,
                    bool written) {

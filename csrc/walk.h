@@ -3,6 +3,9 @@
 // The block's 128 queries are 8 row groups of 16 lanes, processed in units: one group, or two with
 // the tile unit. Key blocks are processed in chunks: one block, or four with the tile unit, whose
 // accumulators are loaded and stored once per chunk.
+//
+// Pooled entries of skipped blocks are visited last, 64 at a time, as if they were more key blocks:
+// tile t of them has the number n_k + t in the list of what is visited.
 #pragma once
 
 #include "arena.h"
@@ -26,19 +29,22 @@ struct Walk {
   const Shape& shape;
   int64_t b, h, h_k, i_q, n_rows, width;
   int n_groups, n_units, q_steps;
-  bool k_half;
   // In the thread's scratch.
   GroupState* groups;
   float *queries, *acc, *scores, *weights, *sums;
   char *k_scratch, *v_scratch;
   GroupMask* masks;  // [2][kUnit]
+  uint8_t* pools;    // [n_k] whether a block is pooled: skipped, and open to every row
+  int32_t* visited;  // kept blocks, then tiles of pooled entries
   size_t scratch_bytes;
 
   struct Slot {
-    int64_t i_k;
+    const AttendArgs* from;  // where its keys and values are: the caller's, or pooled entries
+    int64_t i_k;             // which 64 of them
     Words key, value;
     const char* v_tile;
-    bool masked;
+    bool masked, pooled;
+    float bias[kBlockK];  // of pooled entries
   } slots[kChunk];
   int n_slots = 0;
   alignas(64) float p_scale[2][kChunk][kUnit][kLanes];
@@ -56,7 +62,6 @@ struct Walk {
     n_units = (n_groups + kUnit - 1) / kUnit;
     width = round_up(shape.Dv, 2 * kLanes);
     q_steps = steps_of(QK, shape.D);
-    k_half = rounds_to_half(a.precision, a.key.dtype);
     Arena arena{scratch};
     const size_t w = size_t(width), steps = size_t(q_steps);
     groups = arena.take<GroupState>(kGroups);
@@ -68,6 +73,9 @@ struct Walk {
     k_scratch = arena.take<char>(kChunk * 2 * kBlockK * steps * 4);
     v_scratch = arena.take<char>(is_tile(PV) ? 0 : w / kRowsAtOnce * size_t(value_panel_bytes(PV)));
     masks = arena.take<GroupMask>(2 * kUnit);
+    const size_t n_k = a.pooled ? size_t(shape.n_k()) : 0;
+    pools = arena.take<uint8_t>(n_k);
+    visited = arena.take<int32_t>(a.pooled ? n_k + size_t(a.pooled->shape.n_k()) : 0);
     scratch_bytes = arena.used;
   }
 
@@ -109,35 +117,73 @@ struct Walk {
     }
   }
 
+  // Where entry `index` of the visited list is, and which 64 there.
+  const AttendArgs& source(int64_t index, int64_t* i_k) const {
+    const bool pooled = index >= shape.n_k();
+    *i_k = pooled ? index - shape.n_k() : index;
+    return pooled ? *a.pooled : a;
+  }
+
+  // Adds the tiles of pooled entries to the list of kept blocks; returns how many are visited.
+  int visit_pooled(const int32_t* kept, int n) {
+    std::memcpy(visited, kept, size_t(n) * sizeof(int32_t));
+    const int64_t n_k = shape.n_k(), blocks_per_tile = a.pool_group;
+    int at = 0;
+    for (int64_t i_k = 0; i_k < n_k; ++i_k) {
+      const bool keeps = at < n && kept[at] == i_k;
+      at += keeps;
+      pools[i_k] = !keeps && a.tokens.kind(shape, b, h, i_q, i_k) == kOpen;
+      const int64_t tile = n_k + i_k / blocks_per_tile;
+      if (pools[i_k] && (n == 0 || visited[n - 1] != tile)) visited[n++] = int32_t(tile);
+    }
+    return n;
+  }
+  void take_entries(Slot* slot) const {
+    const int64_t group = a.pool_group, per_block = kBlockK / group;
+    for (int64_t j = 0; j < kBlockK; ++j) {
+      const int64_t e = slot->i_k * kBlockK + j, keys = shape.Lk - e * group;
+      const bool pooled = keys > 0 && pools[e / per_block];
+      slot->bias[j] = pooled ? float(std::log2(double(keys < group ? keys : group))) : -INFINITY;
+    }
+  }
+
   void take_chunk(const int32_t* kept, int n) {
     n_slots = n;
     for (int i = 0; i < n; ++i) {
       Slot& slot = slots[i];
-      slot.i_k = kept[i];
+      slot.from = &source(kept[i], &slot.i_k);
+      slot.pooled = slot.from != &a;
+      const AttendArgs& from = *slot.from;
+      if (slot.pooled) take_entries(&slot);
       const bool tail = (slot.i_k + 1) * kBlockK > shape.Lk;
-      slot.masked = tail || a.tokens.kind(shape, b, h, i_q, slot.i_k) != kOpen;
-      slot.key = key_words<QK>(a.key, shape, b, h_k, slot.i_k, k_half,
+      slot.masked = !slot.pooled && (tail || a.tokens.kind(shape, b, h, i_q, slot.i_k) != kOpen);
+      slot.key = key_words<QK>(from.key, from.shape, b, h_k, slot.i_k,
+                               rounds_to_half(a.precision, from.key.dtype),
                                k_scratch + int64_t(i) * 2 * kBlockK * q_steps * 4);
       if constexpr (is_tile(PV))
-        slot.v_tile = a.v_tiles + (key_head() * shape.n_k() + slot.i_k) * a.v_tiles_block;
+        slot.v_tile = v_tile_of(from, slot.i_k);
       else
-        slot.value =
-            value_words<PV>(a.value, shape, b, h_k, slot.i_k, a.v_factor[key_head()], v_scratch);
+        slot.value = value_words<PV>(from.value, from.shape, b, h_k, slot.i_k,
+                                     a.v_factor[key_head()], v_scratch);
     }
+  }
+  const char* v_tile_of(const AttendArgs& from, int64_t i_k) const {
+    return from.v_tiles + (key_head() * from.shape.n_k() + i_k) * from.v_tiles_block;
   }
 
   // Prefetches one part of a later block. Kept blocks are not adjacent, so that hardware does not
   // prefetch them. Into the second-level cache: the first is full of what is being used.
-  void fetch(int64_t i_k, int part, int parts) const {
+  void fetch(int64_t index, int part, int parts) const {
+    int64_t i_k;
+    const AttendArgs& from = source(index, &i_k);
     const int64_t n = kBlockK / parts, first = i_k * kBlockK + part * n;
-    for (int64_t l = first; l < first + n && l < shape.Lk; ++l) {
-      fetch_bytes(a.key.row(b, h_k, l), row_bytes(a.key, shape.D));
-      if (!is_tile(PV)) fetch_bytes(a.value.row(b, h_k, l), row_bytes(a.value, shape.Dv));
+    for (int64_t l = first; l < first + n && l < from.shape.Lk; ++l) {
+      fetch_bytes(from.key.row(b, h_k, l), row_bytes(from.key, shape.D));
+      if (!is_tile(PV)) fetch_bytes(from.value.row(b, h_k, l), row_bytes(from.value, shape.Dv));
     }
     if constexpr (is_tile(PV)) {
-      const int64_t bytes = a.v_tiles_block / parts;
-      fetch_bytes(a.v_tiles + (key_head() * shape.n_k() + i_k) * a.v_tiles_block + part * bytes,
-                  bytes);
+      const int64_t bytes = from.v_tiles_block / parts;
+      fetch_bytes(v_tile_of(from, i_k) + part * bytes, bytes);
     }
   }
   // Rows that are not dense would be too many cache lines.
@@ -152,14 +198,12 @@ struct Walk {
   }
 
   const float* scales_of(const Slot& slot, float* room) const {
-    if (!a.k_scale.data) return nullptr;
-    const int64_t first = slot.i_k * kBlockK;
-    const float* scale = a.k_scale.head(key_head());
-    if (a.k_scale.rows_per_scale == 1 && first + kBlockK <= shape.Lk) return scale + first;
-    for (int64_t j = 0; j < kBlockK; ++j) {
-      const int64_t l = first + j < shape.Lk ? first + j : shape.Lk - 1;
-      room[j] = a.k_scale.of(key_head(), l);
-    }
+    const Scales& scales = slot.from->k_scale;
+    if (!scales.data) return nullptr;
+    const int64_t first = slot.i_k * kBlockK, L = slot.from->shape.Lk;
+    if (scales.rows_per_scale == 1 && first + kBlockK <= L) return scales.head(key_head()) + first;
+    for (int64_t j = 0; j < kBlockK; ++j)
+      room[j] = scales.of(key_head(), first + j < L ? first + j : L - 1);
     return room;
   }
 
@@ -194,10 +238,11 @@ struct Walk {
                       slot.key.pitch};
       float* c = scores_of(parity, 0) + quarter * 16 * kLanes;
       if constexpr (QK == Product::u8i8) {
-        const int32_t* sums = a.code_sums + key_head() * shape.Lk;
+        const int64_t L = slot.from->shape.Lk;
+        const int32_t* sums = slot.from->code_sums + key_head() * L;
         for (int j = 0; j < 16; ++j) {
           const int64_t l = slot.i_k * kBlockK + quarter * 16 + j;
-          const int32_t offset = l < shape.Lk ? -128 * sums[l] : 0;
+          const int32_t offset = l < L ? -128 * sums[l] : 0;
           for (int i = 0; i < kLanes; ++i) std::memcpy(c + j * kLanes + i, &offset, 4);
         }
       }
@@ -210,18 +255,23 @@ struct Walk {
     for (int u = 0; u < kUnit; ++u) {
       const F32x16 before = quarter ? load(block_max[parity][u]) : broadcast(-INFINITY);
       const GroupMask* mask = slot.masked ? &masks[parity * kUnit + u] : nullptr;
-      const F32x16 most = scale_scores<is_integer(QK)>(
-          scores_of(parity, u), quarter * 16, quarter * 16 + 16, k_scale,
-          load(groups[unit * kUnit + u].q_factor), mask, kLog2e, before);
-      store(block_max[parity][u], most);
+      const F32x16 q_factor = load(groups[unit * kUnit + u].q_factor);
+      float* s = scores_of(parity, u);
+      const int from = quarter * 16, to = from + 16;
+      store(
+          block_max[parity][u],
+          slot.pooled
+              ? scale_entries<is_integer(QK)>(s, from, to, k_scale, q_factor, slot.bias, before)
+              : scale_scores<is_integer(QK)>(s, from, to, k_scale, q_factor, mask, kLog2e, before));
     }
   }
 
-  // Applies the second filter, and moves the shift where needed. Returns the groups that continue,
-  // as bits. `before_rescale(unit)` accumulates what was computed with the old shift.
+  // Applies the second filter, but not to pooled entries, and moves the shift where needed. Returns
+  // the groups that continue, as bits. `before_rescale(unit)` accumulates what was computed with
+  // the old shift.
   template <class F>
-  unsigned decide(int unit, int parity, bool attends, F before_rescale) {
-    const float pv_skip = a.pv_skip ? a.pv_skip[h] : INFINITY;
+  unsigned decide(int unit, const Slot& slot, int parity, bool attends, F before_rescale) {
+    const float pv_skip = a.pv_skip && !slot.pooled ? a.pv_skip[h] : INFINITY;
     unsigned active = 0;
     for (int u = 0; u < kUnit; ++u) {
       const int i = unit * kUnit + u;
@@ -282,13 +332,17 @@ struct Walk {
             fma(to_float(iload(sum + (d - from) * kLanes)), weight * broadcast(v_scale[d] * factor),
                 load(rows + d * kLanes)));
   }
-  const float* v_scale_of(int64_t i_k) const {
-    return kFast ? a.v_scale + (key_head() * shape.n_k() + i_k) * shape.Dv : nullptr;
+  const float* v_scale_of(const Slot& slot) const {
+    const AttendArgs& from = *slot.from;
+    return kFast ? from.v_scale + (key_head() * from.shape.n_k() + slot.i_k) * shape.Dv : nullptr;
   }
 
   void finish(const int32_t* kept, int n) {
     bool finite = true;
-    for (int i = 0; i < n; ++i) finite &= a.finite[key_head() * shape.n_k() + kept[i]] != 0;
+    const uint8_t* finite_blocks = a.finite + key_head() * shape.n_k();
+    for (int i = 0; i < n; ++i) finite &= finite_blocks[kept[i]] != 0;
+    for (int64_t i_k = 0; a.pooled && i_k < shape.n_k(); ++i_k)
+      finite &= !pools[i_k] || finite_blocks[i_k] != 0;
     const float bound = a.largest[key_head()], back = 1.0f / a.v_factor[key_head()];
     alignas(64) float rows[kLanes * kMaxDim];
     const int64_t out_bytes = shape.Dv * bytes_of(a.out_dtype);

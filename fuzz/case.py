@@ -18,7 +18,7 @@ from sparge.execute import tokens_of
 from sparge.qtensor import QTensor, working
 from sparge.recipe import heads_of
 from sparge.stages import Prepared, Statistics
-from sparge.tokenmask import as_4d
+from sparge.tokenmask import OPEN, as_4d
 
 from .draws import Drawn, tensors
 
@@ -89,6 +89,13 @@ class Case:
             self.attend("reference", self.plan, shifted(self, sign))[2] for sign in (1.0, -1.0)
         )
         return least, most
+
+    def pools(self, plan: BlockPlan) -> Tensor:
+        """Which blocks are pooled, bool `[B, Hq, n_q, n_k]`."""
+        kept = plan.to_mask()
+        if not self.recipe.pools:
+            return torch.zeros_like(kept)
+        return (self.tokens.block_kinds(kept.device) == OPEN).expand(kept.shape) & ~kept
 
     def heads(self, x: Tensor) -> Tensor:
         """Values of key heads repeated for query heads."""

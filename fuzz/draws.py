@@ -96,6 +96,7 @@ def recipes(draw: st.DrawFn, Hq: int) -> Recipe:
         local_blocks=draw(st.sampled_from([0, 0, 1, 2, 10**12])),
         protect=draw(st.lists(ends, max_size=1).map(tuple)),
         sample_rows=draw(st.sampled_from([4, 1, 16, 128])) if samples else 4,
+        **draw(st.sampled_from([{}, {"skipped": "pool"}, {"skipped": "pool", "pool_group": 8}])),
     )
 
 

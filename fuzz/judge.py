@@ -117,9 +117,10 @@ def tied(case: Case, skips: Tensor) -> Tensor:
 
 
 def bad_blocks(case: Case, plan: BlockPlan) -> Tensor:
-    """Query blocks that keep a key or a value that is not finite."""
+    """Query blocks that keep or pool a key or a value that is not finite."""
     finite = in_blocks(finite_rows(case.k) & finite_rows(case.v), -1, BLOCK_K, fill=True).all(-1)
-    return (plan.to_mask() & ~case.heads(finite)[:, :, None]).any(-1)
+    read = plan.to_mask() | case.pools(plan)
+    return (read & ~case.heads(finite)[:, :, None]).any(-1)
 
 
 # ---- the whole call
@@ -162,7 +163,8 @@ def judge_rules(case: Case, out: Tensor, lse: Tensor, plan: BlockPlan) -> None:
     ) if case.mask is not None or case.drawn.is_causal else None  # fmt: skip
     if pairs is None:
         return
-    rows = plan.to_mask().repeat_interleave(BLOCK_Q, -2)[..., : case.drawn.Lq, :]
+    read = plan.to_mask() | case.pools(plan)
+    rows = read.repeat_interleave(BLOCK_Q, -2)[..., : case.drawn.Lq, :]
     tokens = rows.repeat_interleave(BLOCK_K, -1)[..., : case.drawn.Lk]
     may = pairs.expand(-1, case.drawn.Lq, case.drawn.Lk).reshape(tokens.shape) & tokens
     empty = ~may.any(-1) & ~bad & ~nan
@@ -176,7 +178,9 @@ def judge_rules(case: Case, out: Tensor, lse: Tensor, plan: BlockPlan) -> None:
 def judge_gradient(case: Case) -> None:
     """Gradients of the unquantized precisions, if no group is near the filter's threshold."""
     drawn, recipe = case.drawn, case.recipe
-    if recipe.quantized or not drawn.plain or drawn.blocks is not None or case.out.isnan().any():
+    if recipe.quantized or recipe.pools or not drawn.plain or drawn.blocks is not None:
+        return
+    if case.out.isnan().any():
         return
     if drawn.seed % 4 or tied(case, case.skips).any() or (case.drift >= 1e-4).any():
         return

@@ -16,7 +16,7 @@ from sparge.backends.reference import stages as reference
 from sparge.backends.reference.sampled_rows import step_errors
 from sparge.backends.reference.similarity import untrusted_keys, untrusted_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q, in_blocks
-from sparge.qtensor import QTensor, finite_rows
+from sparge.qtensor import Pooled, QTensor, finite_rows
 from sparge.recipe import heads_of
 from sparge.tokenmask import EXCLUDED
 
@@ -47,6 +47,19 @@ def judge_statistics(case: Case) -> None:
         theirs = case.statistics
         judge_pooled(found.q_pooled, theirs.q_pooled, case.q, BLOCK_Q, "query")
         judge_pooled(found.k_pooled, theirs.k_pooled, case.k, BLOCK_K, "key")
+    if recipe.pools:
+        judge_entries(case, made.pooled, case.prepared.pooled)
+
+
+def judge_entries(case: Case, ours: Pooled, theirs: Pooled) -> None:
+    """Pooled keys and values: codes up to a step, or means up to rounding."""
+    for name, x in (("key", case.k), ("value", case.v)):
+        mine, wanted = getattr(ours, name), getattr(theirs, name)
+        if isinstance(wanted, QTensor):
+            judge_codes(mine, wanted, x, f"pooled {name}")
+            continue
+        need(mine.dtype == wanted.dtype, f"pooled {name}: another dtype")
+        judge_pooled(mine, wanted, x, BLOCK_K, f"pooled {name}", torch.finfo(mine.dtype).eps)
 
 
 def judge_codes(ours: QTensor, theirs: QTensor, x: Tensor, name: str) -> None:
@@ -62,13 +75,20 @@ def judge_codes(ours: QTensor, theirs: QTensor, x: Tensor, name: str) -> None:
     need(not wrong.any(), f"{name}: codes differ by more than one step", wrong)
 
 
-def judge_pooled(ours: Tensor, theirs: Tensor, x: Tensor, block: int, name: str) -> None:
+def judge_pooled(
+    ours: Tensor, theirs: Tensor, x: Tensor, block: int, name: str, eps: float = 0.0
+) -> None:
     largest = largest_of(x)
     if largest.max() > 1e37:
         return
     need(torch.equal(ours.isnan(), theirs.isnan()), f"{name}: pooled NaN differ")
     off = (ours.double() - theirs.double()).abs()
-    wrong = ours.isfinite() & theirs.isfinite() & ~(off <= 2 * block * EPS * largest + 2**-140)
+    room = (
+        (2 * block * EPS + eps) * largest
+        + 2**-140
+        + 2 * torch.finfo(ours.dtype).smallest_normal * eps
+    )
+    wrong = ours.isfinite() & theirs.isfinite() & ~(off <= room)
     need(not wrong.any(), f"{name}: pooled tokens differ", wrong)
 
 

@@ -13,6 +13,7 @@ MEAN, ROWS, BLEND = range(3)
 ALL, MASS, FRACTION, ERROR = range(4)
 I8, I32, I64, F64 = torch.int8, torch.int32, torch.int64, torch.float64
 STEPS = 3
+GROUP = 16
 
 
 def numbers(*shape):
@@ -54,11 +55,24 @@ def lists():
     }
 
 
+def pooled(precision):
+    quantized, fast = precision in (INT8, INT8_FAST), precision == INT8_FAST
+    n = -(-LK // GROUP)
+    return {
+        "pooled_key": (codes if quantized else numbers)(B, HK, n, D),
+        "pooled_value": (codes if fast else numbers)(B, HK, n, DV),
+        "pooled_k_scale": numbers(B, HK, n).abs() if quantized else None,
+        "pooled_v_scale": numbers(B, HK, 1, DV).abs() if fast else None,
+        "pool_group": GROUP,
+    }
+
+
 def attend(precision, *, masked=False):
     fast = precision == INT8_FAST
     return scored(precision) | tokens(masked=masked) | lists() | {
         "value": codes(B, HK, LK, DV) if fast else numbers(B, HK, LK, DV),
         "v_scale": numbers(B, HK, N_K, DV).abs() if fast else None,
+        **pooled(precision),
         "lse_shift": numbers(B, HQ, LQ),
         "pv_skip": torch.full((HQ,), 4.0),
         "out": torch.empty(B, HQ, LQ, DV),
@@ -172,6 +186,7 @@ VALID = {
     "attend fast": lambda: attend(INT8_FAST),
     "attend half": lambda: attend(HALF, masked=True),
     "attend exact": lambda: attend(EXACT),
+    "attend dropped": lambda: attend(INT8) | dict.fromkeys(pooled(INT8)) | {"pool_group": 1},
     "backward": backward,
 }
 

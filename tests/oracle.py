@@ -1,7 +1,8 @@
 """The truth the suite measures against: fp64, token by token, written apart from the package.
 
-Nothing here imports the package's stages. `dense` is textbook attention; `over_blocks` the same
-over a block map; `predicted_mean`, `predicted_rows` and `fewest` restate selection with loops.
+Nothing here imports the package's stages. `dense` is textbook attention, also over a block map;
+`pooled` adds what skipped blocks contribute; `predicted_mean`, `predicted_rows` and `fewest`
+restate selection with loops.
 """
 
 from __future__ import annotations
@@ -77,6 +78,32 @@ def dense(
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
     return p @ v, lse
+
+
+def pooled(q, k, v, kept, group, *, means=None, scale=None, **masks):
+    """`(out, lse)` in fp64 over the kept blocks, and one entry per `group` keys of each block that
+    is skipped and wholly open. means: of keys and values, where they are not those of k and v."""
+    B, Hq, Lq, D = q.shape
+    Lk, heads = k.shape[2], Hq // k.shape[1]
+    allowed, bias = pairs((B, Hq, Lq, Lk), **masks)
+    if means is None:
+        means = block_means(k, group), block_means(v, group)
+    q, k, v, k_mean, v_mean = (x.double() for x in (q, k, v, *means))
+    k, v, k_mean, v_mean = (x.repeat_interleave(heads, 1) for x in (k, v, k_mean, v_mean))
+    scale = D**-0.5 if scale is None else scale
+    s = (q @ k.mT * scale + bias).masked_fill(~(allowed & over_tokens(kept, Lq, Lk)), -math.inf)
+    sizes = torch.tensor([min(group, Lk - c) for c in range(0, Lk, group)], dtype=torch.float64)
+    entries = q @ k_mean.mT * scale + sizes.log()
+    pools = over_tokens(~kept & open_blocks(allowed & (bias == 0)), Lq, Lk)[..., ::group]
+    s = torch.cat([s, entries.masked_fill(~pools, -math.inf)], -1)
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    return p @ torch.cat([v, v_mean], 2), lse
+
+
+def open_blocks(plain: Tensor) -> Tensor:
+    """Blocks all of whose pairs are `plain`, `[B, Hq, n_q, n_k]`."""
+    return ~allowed_blocks(~plain)
 
 
 def over_tokens(blocks: Tensor, Lq: int, Lk: int) -> Tensor:

@@ -36,6 +36,9 @@ def ranges(draw):
     return start, stop
 
 
+pooling = st.sampled_from([{}, {"skipped": "pool"}, {"skipped": "pool", "pool_group": 16}])
+
+
 @st.composite
 def recipes(draw):
     keep = draw(keeps)
@@ -52,4 +55,5 @@ def recipes(draw):
         local_blocks=draw(st.none() | st.integers(0, 10**9)),
         protect=tuple(draw(st.lists(ranges(), max_size=3))),
         sample_rows=4 if everything or predictor == "mean" else draw(st.integers(1, 128)),
+        **draw(pooling),
     )

@@ -146,6 +146,30 @@ def test_nan_in_a_threshold(make, name, bad):
             lambda: Recipe(sample_rows=129), ValueError, ("sample_rows", "128", "129"), id="129"
         ),
         pytest.param(
+            lambda: Recipe(skipped="keep"), ValueError, ("'pool'", "'keep'"), id="skipped"
+        ),
+        pytest.param(
+            lambda: Recipe(pool_group=16), ValueError, ("'drop'", "16", "'pool'"), id="no pool"
+        ),
+        pytest.param(
+            lambda: Recipe(skipped="pool", pool_group=2),
+            ValueError,
+            ("pool_group", "at least 4", "2"),
+            id="pool_group 2",
+        ),
+        pytest.param(
+            lambda: Recipe(skipped="pool", pool_group=48),
+            ValueError,
+            ("pool_group", "(4, 8, 16, 32, 64)", "48"),
+            id="pool_group 48",
+        ),
+        pytest.param(
+            lambda: Recipe(skipped="pool", pool_group=16.0),
+            TypeError,
+            ("pool_group", "whole", "16.0"),
+            id="pool_group 16.0",
+        ),
+        pytest.param(
             lambda: Recipe(protect=(0, 5)), TypeError, ("(start, stop)", "got 0"), id="bare range"
         ),
         pytest.param(

@@ -101,6 +101,32 @@ def test_ours_pays_for_tokens_for_sampled_rows_and_for_what_is_kept():
     assert costs.predict_attend(twice, 1.0) == pytest.approx(2 * pairs * 1e-9)
 
 
+def test_pooling_pays_for_its_means_and_for_its_entries():
+    costs = model(ours=1e-9, token=1e-7, call=1e-3)
+    drop = a_call(1024, Hq=4, Hk=1, recipe=Recipe(KeepFraction(0.5)))
+    pool = replace(drop, recipe=Recipe(KeepFraction(0.5), skipped="pool", pool_group=16))
+    pairs = 4 * 1024**2
+    means = costs.predict_prepare(pool) - costs.predict_prepare(drop)
+    assert means == pytest.approx(2 * 1024 * 1e-7)
+    entries = costs.predict_attend(pool, 0.25, 0.5) - costs.predict_attend(drop, 0.25, 0.5)
+    assert entries == pytest.approx(pairs * 0.5 / 16 * 1e-9)
+    # With everything kept there is nothing to pool.
+    assert costs.predict_attend(pool, 0.5, 0.5) == costs.predict_attend(drop, 0.5, 0.5)
+
+
+def test_a_plan_whose_entries_make_it_slower_goes_to_dense():
+    blocks = torch.ones(8, 16, dtype=torch.bool)
+    blocks[:, :2] = False  # 0.875 kept
+    plan = sparge.BlockPlan.from_mask(blocks[None, None].expand(1, 2, 8, 16), Lq=1024, Lk=1024)
+    costs = model()
+    call = replace(a_call(1024), recipe=Recipe(skipped="pool"))
+    assert costs.estimate_plan(call, plan).faster
+    call = replace(call, recipe=Recipe(skipped="pool", pool_group=4))
+    estimate = costs.estimate_plan(call, plan)
+    assert not estimate.faster
+    assert "dense attention is faster from 72%" in estimate.reason
+
+
 def test_costs_follow_the_head_dim():
     times = [BUILT_IN.predict_dense(a_call(D=D, Dv=D)) for D in (8, 32, 64, 96, 128, 256)]
     assert times == sorted(times)

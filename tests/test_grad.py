@@ -127,6 +127,27 @@ def test_quantized_precisions_refuse_and_say_which_to_use(backend, precision):
         sparge.attend(q, k, v, plan, recipe=recipe, backend=backend)
 
 
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("name", ["auto", "reference", "cpu"])
+def test_pooled_blocks_refuse_before_any_work_and_say_what_to_use(name):
+    q, k, v = leaves(*make_qkv(Hq=1, Lq=20, D=8))
+    recipe = Recipe(precision="exact", skipped="pool")
+    with pytest.raises(ValueError, match=r"'pool' has no gradient.*skipped='drop'.*no_grad"):
+        sparge.attention(q, k, v, recipe=recipe, backend=name)
+
+
+def test_pooled_blocks_without_a_gradient_and_dense_attention_with_one(backend):
+    q, k, v = leaves(*make_qkv(Hq=1, Lq=20, D=8))
+    recipe = Recipe(precision="exact", skipped="pool")
+    with torch.no_grad():
+        assert sparge.attention(q, k, v, recipe=recipe, backend=backend).shape == q.shape
+    sparge.attention(q, k, v, recipe=recipe, backend="dense").sum().backward()
+    assert v.grad.isfinite().all()
+    plan = sparge.make_plan(q, k, recipe=recipe, backend=backend)
+    with pytest.raises(ValueError, match="'pool' has no gradient"):
+        sparge.attend(q, k, v, plan, recipe=recipe, backend=backend)
+
+
 def test_the_op_itself_has_a_gradient_or_says_why_not():
     """`torch.ops.sparge.attention` called by hand, also where it routes to dense attention."""
     q, k, v = leaves(*make_qkv(Hq=2, Lq=20, D=8))
@@ -137,6 +158,8 @@ def test_the_op_itself_has_a_gradient_or_says_why_not():
 
     with pytest.raises(ValueError, match="'int8' has no gradient"):
         op(Recipe(), "reference").sum().backward()
+    with pytest.raises(ValueError, match="'pool' has no gradient"):
+        op(Recipe(precision="half", skipped="pool"), "reference").sum().backward()
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
     truth = torch.autograd.grad(dense.square().sum(), (q, k, v))
     for backend in ("dense", "auto"):

@@ -16,7 +16,14 @@ RECIPES = [
     Recipe(KeepMass(0.8), predictor=predictor, precision=precision, pv_skip=4.0)
     for precision in PRECISIONS
     for predictor in ("mean", "blend")
+] + [
+    Recipe(KeepMass(0.5), precision=precision, pv_skip=4.0, skipped="pool", pool_group=group)
+    for precision, group in zip(PRECISIONS, (64, 16, 64, 4), strict=True)
 ]
+
+
+def named(recipe):
+    return f"{recipe.precision}-{recipe.predictor}-{recipe.skipped}"
 
 
 def run(q, k, v, recipe, backend, **options):
@@ -31,7 +38,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.rule("5.12")
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.precision}-{r.predictor}")
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_threads(backend, recipe):
     q, k, v = clustered_qkv(Hq=2, Hk=1, L=400, D=64, noise=0.8)
     results = []
@@ -43,7 +50,7 @@ def test_threads(backend, recipe):
 
 
 @pytest.mark.rule("5.13")
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.precision}-{r.predictor}")
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_batch_and_heads_around_a_sequence(backend, recipe):
     q, k, v = clustered_qkv(B=3, Hq=4, Hk=2, L=300, D=24, noise=0.8)
     whole = run(q, k, v, recipe, backend, is_causal=True)
@@ -55,7 +62,7 @@ def test_batch_and_heads_around_a_sequence(backend, recipe):
 
 
 @pytest.mark.rule("5.14")
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.precision}-{r.predictor}")
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_queries_cut_at_block_boundaries(backend, recipe):
     q, k, v = clustered_qkv(Hq=2, L=450, D=24, noise=0.8)
     whole = run(q, k, v, recipe, backend)

@@ -47,7 +47,7 @@ TENSORS = [
     for name, x in make().items()
     if isinstance(x, torch.Tensor)
 ]
-STRIDED = {"query", "key", "value", "x", "mask", "grad_out"}
+STRIDED = {"query", "key", "value", "x", "mask", "grad_out", "pooled_key", "pooled_value"}
 # Sizes that nothing else in the call fixes.
 FREE = {
     ("key_mean", "key", 2),
@@ -136,6 +136,7 @@ def test_an_instruction_set_that_is_not_there(case):
         ("select", "Lk", 1, 2**36),
         ("attend", "q_rows_per_scale", 1, 2**36),
         ("attend", "k_rows_per_scale", 1, 2**36),
+        ("attend", "pool_group", 1, 64),
         ("predict", "k_rows_per_scale", 1, 2**36),
         ("block_kinds", "offset", -(2**40), 2**40),
         ("attend", "offset", -(2**40), 2**40),
@@ -159,8 +160,21 @@ def test_a_scale_that_is_not_finite(case, name):
 
 def test_a_block_of_another_size():
     """SIGFPE before, for 0."""
-    for block in (0, -1, 1, 256, 2**40):
-        refused("statistics", "block must be 64 or 128", block=block)
+    for block in (0, -1, 3, 96, 256, 2**40):
+        refused("statistics", "block must be a divisor of 128", block=block)
+
+
+def test_pooled_entries_of_another_kind():
+    refused("attend", "pool_group must divide 64, got 48", pool_group=48)
+    refused("attend", "pooled_key must have shape", pool_group=32)
+    refused("attend", "pooled_value is needed with pooled_key", pooled_value=None)
+    refused("attend", "pooled_key is needed with pooled_value", pooled_key=None)
+    refused("attend", "pooled_k_scale is needed with int8 codes", pooled_k_scale=None)
+    refused("attend fast", "pooled_v_scale is needed with int8 values", pooled_v_scale=None)
+    scale = torch.zeros(B, HK, 1, DV)
+    refused("attend", "pooled_v_scale must be None without int8 values", pooled_v_scale=scale)
+    half = attend(EXACT)["pooled_key"].bfloat16()
+    refused("attend exact", "pooled_key must have the dtype of key, or float32", pooled_key=half)
 
 
 def filled(name, make, value):

@@ -235,6 +235,21 @@ def test_format_1_may_hold_sample_rows_that_mean_never_reads():
     assert Profile.from_dict(data).recipe_for("blocks.0").sample_rows == 4
 
 
+def test_a_layer_that_pools_comes_back_and_one_that_drops_is_written_as_before():
+    heads = (HeadSettings(mass=0.5), HeadSettings(mass=0.7))
+    layer = LayerSettings(heads=heads, skipped="pool", pool_group=16)
+    profile = profile_of(Model(), **{"blocks.0": layer})
+    again = Profile.from_dict(json.loads(profile.to_json()))
+    assert again == profile
+    recipe = again.recipe_for("blocks.0")
+    assert (recipe.skipped, recipe.pool_group) == ("pool", 16)
+    dropped = LayerSettings(heads=heads).to_dict()
+    assert not {"skipped", "pool_group"} & dropped.keys()
+    assert LayerSettings.from_dict(dropped).recipe().skipped == "drop"
+    with pytest.raises(ValueError, match="pool_group must be one of"):
+        LayerSettings.from_dict({**layer.to_dict(), "pool_group": 24})
+
+
 def banded(*bands, own=()):
     layers = [
         LayerSettings(heads=(HeadSettings(mass=mass),), noise=noise, protect=((0, 5),))

@@ -31,6 +31,8 @@ def test_defaults():
         local_blocks=None,
         protect=(),
         sample_rows=4,
+        skipped="drop",
+        pool_group=64,
     )
     assert KeepMass() == KeepMass(0.98)
     assert KeepFraction() == KeepFraction(0.5)
@@ -77,12 +79,16 @@ def test_equality_looks_at_every_field():
         "local_blocks": 1,
         "protect": ((0, 5),),
         "sample_rows": 8,
+        "skipped": "pool",
     }
     for name, value in others.items():
         assert Recipe(**{name: value}) != Recipe()
     judged = Recipe(predictor="mean", min_similarity=0.5)
     assert judged != dataclasses.replace(judged, min_similarity=None)
-    assert {*others, "min_similarity"} == {field.name for field in dataclasses.fields(Recipe)}
+    pooled = Recipe(skipped="pool", pool_group=16)
+    assert pooled != dataclasses.replace(pooled, pool_group=64)
+    alone = {"min_similarity", "pool_group"}
+    assert {*others, *alone} == {field.name for field in dataclasses.fields(Recipe)}
     assert KeepMass(0.5) != KeepFraction(0.5)
 
 

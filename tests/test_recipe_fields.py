@@ -32,6 +32,7 @@ ALWAYS_READ = {
     "sink_blocks": 2,
     "local_blocks": 2,
     "protect": ((0, 5),),
+    "skipped": "pool",
 }
 
 
@@ -53,6 +54,21 @@ def test_a_field_that_nothing_reads_is_refused(keep, predictor, name, value):
             make(**{name: value})
 
 
+@pytest.mark.parametrize("keep", KEPT)
+def test_only_pooling_reads_the_group(keep):
+    """A plan or block mask of the caller's may skip blocks with every `keep`, KeepAll included."""
+    assert Recipe(KEPT[keep], skipped="pool", pool_group=16).pool_group == 16
+    assert Recipe(KEPT[keep], pool_group=64) == Recipe(KEPT[keep])
+    with pytest.raises(ValueError, match=r"^pool_group must be left out with skipped 'drop'"):
+        Recipe(KEPT[keep], pool_group=16)
+
+
+def test_json_from_before_there_was_pooling():
+    data = Recipe(KeepMass(0.9)).to_dict()
+    del data["skipped"], data["pool_group"]
+    assert Recipe.from_dict(data) == Recipe(KeepMass(0.9), skipped="drop")
+
+
 def test_heads_are_sliced_and_one_number_for_all_stays():
     recipe = Recipe(
         KeepMass((0.5, 0.6, 0.7, 0.8)),
@@ -65,6 +81,8 @@ def test_heads_are_sliced_and_one_number_for_all_stays():
     assert recipe.heads(0, 4) == recipe
     assert Recipe(KeepAll()).heads(5, 7) == Recipe(KeepAll())
     assert Recipe(KeepError((0.1, 0.2))).heads(1, 2) == Recipe(KeepError((0.2,)))
+    pooled = Recipe(KeepMass((0.1, 0.2)), skipped="pool", pool_group=8)
+    assert pooled.heads(0, 1) == Recipe(KeepMass((0.1,)), skipped="pool", pool_group=8)
 
 
 def test_sliced_heads_attend_as_in_the_whole():

@@ -16,6 +16,7 @@ RECIPES = {
     "int8-fast": Recipe(KeepFraction(0.5), precision="int8-fast"),
     "half": Recipe(KeepFraction(0.5), precision="half", pv_skip=1.0),
     "exact": EXACT,
+    "pool": Recipe(KeepFraction(0.5), skipped="pool", pool_group=16),
     "exact per head": Recipe(KeepMass((0.3, 0.6, 0.9, 1.0)), "rows", precision="exact"),
 }
 

@@ -364,6 +364,11 @@ def _check_grad(
             f"precision {recipe.precision!r} has no gradient and an input requires grad; use "
             "Recipe(precision='half') or 'exact', or call under torch.no_grad()"
         )
+    if needs_grad and recipe.pools and backend != DENSE:
+        raise ValueError(
+            "skipped 'pool' has no gradient and an input requires grad; use "
+            "Recipe(skipped='drop'), or call under torch.no_grad()"
+        )
     return needs_grad
 
 

@@ -30,7 +30,16 @@ FORMAT = f"{FAMILY}/2"
 READS = (f"{FAMILY}/1", FORMAT)
 """Format 1 has no noise bands, and is otherwise the same."""
 Heads = slice | Iterable[int] | None
-RECIPE_FIELDS = ("predictor", "precision", "sink_blocks", "local_blocks", "sample_rows", "protect")
+POOL_FIELDS = ("skipped", "pool_group")
+RECIPE_FIELDS = (
+    "predictor",
+    "precision",
+    "sink_blocks",
+    "local_blocks",
+    "sample_rows",
+    "protect",
+    *POOL_FIELDS,
+)
 _HEAD_LIMITS: dict[str, dict[str, Any]] = {
     "mass": {"above": 0, "most": 1},
     "min_similarity": {"least": -1, "most": 1, "null": True},
@@ -97,6 +106,8 @@ class LayerSettings:
     local_blocks: int = 0
     sample_rows: int = DEFAULT.sample_rows
     protect: tuple[tuple[int, int | None], ...] = ()
+    skipped: str = "drop"  # what a file without the field means, whatever the default recipe does
+    pool_group: int = 64
     inputs: int = 0
     rows: int = 0
     noise: tuple[float, float] | None = None
@@ -154,6 +165,8 @@ class LayerSettings:
         if self.heads:
             out |= {name: getattr(self, name) for name in (*RECIPE_FIELDS, "inputs", "rows")}
             out["protect"] = [list(each) for each in self.protect]
+            if self.skipped == "drop":  # as files were before blocks could be pooled
+                out = {name: value for name, value in out.items() if name not in POOL_FIELDS}
         out["heads"] = [head.to_dict(h) for h, head in enumerate(self.heads)]
         return out | ({"bands": [band.to_dict() for band in self.bands]} if self.bands else {})
 
@@ -183,8 +196,10 @@ class LayerSettings:
 
 
 def _recipe_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe; "mean" samples no rows, and a recipe refuses a number of them."""
-    unused = ("sample_rows",) if settings.get("predictor") == "mean" else ()
+    """The fields of a recipe. "mean" samples no rows, and a recipe refuses a number of them; the
+    same goes for the group of a layer that pools nothing."""
+    unused = {"sample_rows"} if settings.get("predictor") == "mean" else set()
+    unused |= {"pool_group"} if settings.get("skipped", "drop") == "drop" else set()
     return {name: settings[name] for name in RECIPE_FIELDS if name in settings.keys() - unused}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -86,6 +86,32 @@ class Operands:
     key: Tensor | QTensor
     value: Tensor | QTensor
     lse_shift: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Means of `group` consecutive keys and values each, for the blocks that are skipped.
+
+    key `[B, Hk, n, D]`, value `[B, Hk, n, Dv]`, `n = ceil(Lk / group)`; in the run's precision.
+    Entry `e` stands for keys `e · group …` of key block `e · group // 64`; the last entry for fewer
+    keys where `Lk` is no multiple. Means that are not finite are zero here: their block is known
+    not to be finite by its own keys and values.
+    """
+
+    key: Tensor | QTensor
+    value: Tensor | QTensor
+    group: int
+
+    def heads(self, keys: slice) -> Pooled:
+        """Some key heads."""
+        return Pooled(heads_of(self.key, keys), heads_of(self.value, keys), self.group)
+
+
+def heads_of(x: Tensor | QTensor, heads: slice) -> Tensor | QTensor:
+    """Some heads of a tensor, without a copy of its numbers."""
+    if not isinstance(x, QTensor):
+        return x[:, heads]
+    return replace(x, codes=x.codes[:, heads], scale=x.scale[:, heads].contiguous())
 
 
 def finite_rows(x: Tensor | QTensor) -> Tensor:

@@ -21,6 +21,10 @@ from .support.json_text import parse_json, read_json_text, short
 PREDICTORS = ("mean", "rows", "blend")
 PRECISIONS = ("int8", "int8-fast", "half", "exact")
 QUANTIZED = ("int8", "int8-fast")
+SKIPPED = ("drop", "pool")
+POOL_GROUPS = (4, 8, 16, 32, 64)
+"""Keys of a pooled entry: whole groups make up a key block. Fewer keys would cost as much as half
+of the block and more."""
 SAMPLE_ROWS = 4
 
 PerHead = float | tuple[float, ...]
@@ -123,6 +127,10 @@ class Recipe:
     and 0 in others.
     protect: token ranges `(start, stop)`, sliced like Python, kept as keys and as queries.
     sample_rows: `"rows"` and `"blend"` only; rows of each query block that they score exactly.
+    skipped: what a skipped block contributes: nothing (`"drop"`), or one entry for each
+    `pool_group` of its keys, with their mean key, mean value and number (`"pool"`). Read by every
+    `keep`, because a caller's plan or block mask may skip blocks too.
+    pool_group: `"pool"` only; 4, 8, 16, 32 or 64 keys.
     """
 
     keep: Keep = KeepMass()
@@ -134,6 +142,8 @@ class Recipe:
     local_blocks: int | None = None
     protect: tuple[tuple[int, int | None], ...] = ()
     sample_rows: int = SAMPLE_ROWS
+    skipped: str = "drop"
+    pool_group: int = 64
 
     def __post_init__(self) -> None:
         if not isinstance(self.keep, KeepMass | KeepFraction | KeepError | KeepAll):
@@ -141,7 +151,11 @@ class Recipe:
                 f"keep must be KeepMass, KeepFraction, KeepError or KeepAll, got {self.keep!r}; "
                 "for a number write KeepMass(number)"
             )
-        for name, known in (("predictor", PREDICTORS), ("precision", PRECISIONS)):
+        for name, known in (
+            ("predictor", PREDICTORS),
+            ("precision", PRECISIONS),
+            ("skipped", SKIPPED),
+        ):
             if (value := getattr(self, name)) not in known:
                 names = ", ".join(map(repr, known))
                 raise ValueError(f"{name} must be one of {names}; got {value!r}")
@@ -154,6 +168,7 @@ class Recipe:
         for name, (low, high) in limits.items():
             if name != "local_blocks" or self.local_blocks is not None:
                 object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
+        object.__setattr__(self, "pool_group", _pool_group(self.pool_group))
         object.__setattr__(self, "protect", _ranges(self.protect))
         self._refuse_unused_fields()
         # Kept ready, because a compiled graph can read a string but not make JSON.
@@ -179,6 +194,11 @@ class Recipe:
         for name in unused:
             if (value := getattr(self, name)) != getattr(Recipe, name):
                 raise ValueError(f"{name} must be left out with {why}; got {value!r}{way_out}")
+        if self.skipped != "pool" and self.pool_group != Recipe.pool_group:
+            raise ValueError(
+                "pool_group must be left out with skipped 'drop', which pools nothing; got "
+                f"{self.pool_group}; use skipped='pool'"
+            )
 
     def window(self, is_causal: bool) -> int:
         """`local_blocks` as a number."""
@@ -206,6 +226,11 @@ class Recipe:
     @property
     def quantized(self) -> bool:
         return self.precision in QUANTIZED
+
+    @property
+    def pools(self) -> bool:
+        """Whether skipped blocks contribute pooled entries."""
+        return self.skipped == "pool"
 
     def to_dict(self) -> dict[str, Any]:
         return cast(dict[str, Any], json.loads(self.to_json()))
@@ -252,6 +277,13 @@ def _whole(name: str, value: Any, low: int, high: int | None) -> int:
     number = operator.index(value)
     if number < low or (high is not None and number > high):
         raise ValueError(f"{name} must be {needed}; got {number}")
+    return number
+
+
+def _pool_group(value: Any) -> int:
+    number = _whole("pool_group", value, POOL_GROUPS[0], POOL_GROUPS[-1])
+    if number not in POOL_GROUPS:
+        raise ValueError(f"pool_group must be one of {POOL_GROUPS}, got {number}")
     return number
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .blockplan import BlockPlan
 from .call import Call, Inputs
 from .geometry import BLOCK_Q
-from .qtensor import Operands, QTensor
+from .qtensor import Operands, Pooled, QTensor, heads_of
 from .tokenmask import TokenMask
 
 
@@ -39,13 +39,14 @@ class Statistics:
 @dataclass(frozen=True)
 class Prepared:
     """What the later stages read. query, key, value: the caller's own, which `KeepError` measures
-    with."""
+    with. pooled: what skipped blocks contribute; None where they contribute nothing."""
 
     operands: Operands
     statistics: Statistics = Statistics()
     query: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
+    pooled: Pooled | None = None
 
     def query_blocks(self, start: int, stop: int) -> Prepared:
         """The same keys and values with query blocks `start … stop-1` alone."""
@@ -70,11 +71,12 @@ class Prepared:
         shift = own.lse_shift
         return Prepared(
             Operands(
-                _heads(own.query, queries),
-                _heads(own.key, keys),
-                _heads(own.value, keys),
+                heads_of(own.query, queries),
+                heads_of(own.key, keys),
+                heads_of(own.value, keys),
                 None if shift is None else shift[:, queries].contiguous(),
-            )
+            ),
+            pooled=None if self.pooled is None else self.pooled.heads(keys),
         )
 
 
@@ -109,7 +111,8 @@ class Stages(Protocol):
 
     def prepare(self, call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
         """One pass. to_plan: statistics (and codes) that predict reads; to_attend: the operands
-        of attend. Without a value, what planning alone needs."""
+        of attend, and with `skipped="pool"` the pooled entries. Without a value, what planning
+        alone needs."""
         ...
 
     def predict(self, call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
@@ -125,7 +128,8 @@ class Stages(Protocol):
     def attend(
         self, call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask
     ) -> Attended:
-        """The output over the blocks of a plan, in `call.dtype`."""
+        """The output over the blocks of a plan, in `call.dtype`; where there are pooled entries,
+        with those of the blocks that are skipped and wholly open."""
         ...
 
     def backward(self, call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gradients:
@@ -140,12 +144,6 @@ def _rows(x: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
     assert BLOCK_Q % per == 0, "scales are shared across query blocks"
     scales = slice(rows.start // per, -(-rows.stop // per))
     return QTensor(x.codes[:, :, rows].contiguous(), x.scale[:, :, scales].contiguous(), per)
-
-
-def _heads(x: Tensor | QTensor, heads: slice) -> Tensor | QTensor:
-    if not isinstance(x, QTensor):
-        return x[:, heads]
-    return replace(x, codes=x.codes[:, heads], scale=x.scale[:, heads].contiguous())
 
 
 def _cut(x: Tensor | None, blocks: slice) -> Tensor | None:

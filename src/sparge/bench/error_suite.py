@@ -1,8 +1,8 @@
 """`KeepError` on the adversarial inputs: what it promised, what it told, and what came out.
 
-    over     heads whose true total error is above OVER x the budget
-    misjudged  heads whose true error is above SEEN, and more than TOLD x off the one told
-    rising   heads that keep more at a larger budget
+over     heads whose true total error is above OVER x the budget
+misjudged  heads whose true error is above SEEN, and more than TOLD x off the one told
+rising   heads that keep more at a larger budget
 """
 
 from __future__ import annotations

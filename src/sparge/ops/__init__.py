@@ -169,6 +169,8 @@ def _check_gradient(call: Call, *, dense: bool) -> None:
         raise ValueError(
             f"precision {call.recipe.precision!r} has no gradient; use 'half' or 'exact'"
         )
+    if call.recipe.pools and not dense:
+        raise ValueError("skipped 'pool' has no gradient; use skipped='drop'")
 
 
 def _gradient_backend(call: Call, backend: str) -> Backend:

@@ -87,5 +87,6 @@ def mean_over_rows(x: Tensor, counts: Tensor | int) -> Tensor:
     """
     exponent = max(x.shape[-2] - 1, 0).bit_length()
     total = fold_sum(x * 2.0**-exponent, dim=-2)
-    ratio = 2.0**exponent / counts
-    return total * (ratio if isinstance(ratio, float) else ratio.to(x.dtype).unsqueeze(-1))
+    if isinstance(counts, int):
+        return total * (2.0**exponent / counts)
+    return total * (2.0**exponent / counts.to(x.dtype)).unsqueeze(-1)

@@ -14,7 +14,7 @@ from ...recipe import PRECISIONS, heads_of
 from ...stages import Attended, Gradients, Prepared, Saved
 from ...tokenmask import TokenMask
 from . import library
-from .op_arguments import parts_of, token_parts
+from .op_arguments import parts_of, pooled_parts, token_parts
 
 
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
@@ -22,6 +22,7 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
     q, q_scale, q_rows = parts_of(operands.query)
     k, k_scale, k_rows = parts_of(operands.key)
     v, v_scale, _ = parts_of(operands.value)
+    entries = pooled_parts(prepared.pooled)
     out = q.new_empty((call.B, call.Hq, call.Lq, call.Dv), dtype=call.dtype)
     lse = q.new_empty((call.B, call.Hq, call.Lq), dtype=torch.float32)
     pv_skips = torch.empty_like(plan.counts)
@@ -34,6 +35,7 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
         k_scale,
         k_rows,
         v_scale,
+        *entries,
         operands.lse_shift,
         _pv_skip(call),
         plan.counts.contiguous(),

@@ -1,7 +1,8 @@
 """NOUN what dense attention and the native core cost on a machine, and which is faster for a call.
 
     dense:  call + element · pairs that torch computes
-    ours:   call + token · rows of Q, K and V + element · (pairs sampled by the plan + pairs kept)
+    ours:   call + token · rows of Q, K and V + element · (pairs sampled by the plan + pairs kept
+            + pairs of queries and pooled entries)
 
 Seconds, for each dtype, head dim 64 and 128, and way of computing: measured by calibrate.py, kept
 by cost_file.py, and estimated here until then.
@@ -103,20 +104,25 @@ class Crossover:
     def predict_prepare(self, call: Call) -> float:
         """All that comes before our attention: statistics, codes, prediction and selection."""
         cost = self._cost(call.recipe.precision, call)
-        tokens = call.B * (call.Hq * call.Lq + 2 * call.Hk * call.Lk)
+        passes = 4 if call.recipe.pools else 2  # pooling is one more over K and V
+        tokens = call.B * (call.Hq * call.Lq + passes * call.Hk * call.Lk)
         pairs = call.B * call.Hq * block_pairs(call) * _sampled_share(call)
         return cost.call + cost.token * tokens + cost.element * pairs
 
-    def predict_attend(self, call: Call, kept_share: float) -> float:
-        """Our attention alone; `kept_share` of all blocks, those never allowed included."""
-        pairs = call.B * call.Hq * call.Lq * call.Lk * kept_share
+    def predict_attend(
+        self, call: Call, kept_share: float, allowed_share: float | None = None
+    ) -> float:
+        """Our attention alone; shares of all blocks, those never allowed included. Without
+        `allowed_share` nothing is skipped."""
+        skips = allowed_share is not None and kept_share < allowed_share
+        computed = kept_share + (pooled_share(call.recipe) * (allowed_share or 0.0) if skips else 0)
+        pairs = call.B * call.Hq * call.Lq * call.Lk * computed
         dearer = MASKED if call.has_mask else 1.0
         return self._cost(call.recipe.precision, call).element * pairs * dearer
 
     def predict_sparse(self, call: Call, density: float) -> float:
-        return self.predict_prepare(call) + self.predict_attend(
-            call, density * block_pairs(call) / (call.Lq * call.Lk)
-        )
+        allowed = block_pairs(call) / (call.Lq * call.Lk)
+        return self.predict_prepare(call) + self.predict_attend(call, density * allowed, allowed)
 
     def estimate(self, call: Call) -> Estimate:
         """Before there is a plan."""
@@ -130,18 +136,19 @@ class Crossover:
 
     def estimate_plan(self, call: Call, plan: BlockPlan) -> Estimate:
         """Once there is a plan: attention alone, since what came before is paid for."""
-        blocks, kept = plan.indices.numel(), int(plan.counts.sum())
-        dense, ours = self.predict_dense(call), self.predict_attend(call, kept / blocks)
+        blocks = plan.indices.numel()
+        kept, allowed = int(plan.counts.sum()) / blocks, int(plan.allowed.sum()) / blocks
+        dense, ours = self.predict_dense(call), self.predict_attend(call, kept, allowed)
         if call.recipe.quantized and any(raised := plan.raised_key_heads(call.Hk)):
             heads = torch.tensor(raised).repeat_interleave(call.Hq // call.Hk)
-            slow = int(plan.counts[:, heads].sum())
+            slow = int(plan.counts[:, heads].sum()) / blocks
             own = replace(call, recipe=replace(call.recipe, precision=call.own_precision))
-            ours = self.predict_attend(call, (kept - slow) / blocks)
-            ours += self.predict_attend(own, slow / blocks)
-        whole = self.predict_attend(call, int(plan.allowed.sum()) / blocks)
+            ours += self.predict_attend(own, slow) - self.predict_attend(call, slow)
+        whole = self.predict_attend(call, allowed)
+        limit = CLEARLY * dense / whole - pooled_share(call.recipe)
         reason = (
             f"the plan keeps {plan.density:.0%} of the blocks; dense attention is faster from "
-            f"{CLEARLY * dense / whole:.0%}"
+            f"{max(limit, 0.0):.0%}"
         )
         return self.answer(ours < CLEARLY * dense, reason)
 
@@ -187,6 +194,12 @@ def block_pairs(call: Call) -> int:
     if not call.is_causal:
         return call.Lq * call.Lk
     return min(allowed_pairs(call) + call.Lq * (BLOCK_Q // 2), call.Lq * call.Lk)
+
+
+def pooled_share(recipe: Recipe) -> float:
+    """Pooled entries / allowed keys, as far as they are computed: 64 entries at a time, most of
+    which have some of a skipped block, so about all of them."""
+    return 1.0 / recipe.pool_group if recipe.pools else 0.0
 
 
 def expected_density(call: Call) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call import Call
 from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...qtensor import Operands, QTensor
+from ...qtensor import Operands, Pooled, QTensor
 from ...recipe import heads_of
 from ...tokenmask import TokenMask
 from . import library
@@ -20,6 +20,15 @@ def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
     if isinstance(x, QTensor):
         return x.codes, x.scale.contiguous(), x.rows_per_scale
     return x, None, 1
+
+
+def pooled_parts(pooled: Pooled | None) -> tuple[Any, ...]:
+    """`pooled_key, pooled_value, pooled_k_scale, pooled_v_scale, pool_group`."""
+    if pooled is None:
+        return None, None, None, None, 1
+    k, k_scale, _ = parts_of(pooled.key)
+    v, v_scale, _ = parts_of(pooled.value)
+    return k, v, k_scale, v_scale, pooled.group
 
 
 def scored_parts(operands: Operands) -> tuple[Any, ...]:

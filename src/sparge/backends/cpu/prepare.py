@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...call import Call, Inputs
 from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...qtensor import Operands, QTensor
+from ...qtensor import Operands, Pooled, QTensor
+from ...recipe import QUANTIZED
 from ...stages import Prepared, Statistics
 from . import library
 
@@ -33,8 +34,32 @@ def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Pr
     if reads_v and value is not None and call.recipe.precision == "int8-fast":
         v = _channels(value)
     statistics = Statistics(q.pooled, k.pooled, q.similarity, k.similarity)
+    pooled = None
+    if reads_v and value is not None and call.recipe.pools:
+        group, precision = call.recipe.pool_group, call.recipe.precision
+        pooled = _pool(key, value, group, precision, mean=mean)
     operands = Operands(q.x, k.x, v, q.lse_shift)
-    return Prepared(operands, statistics, query, key, value)
+    return Prepared(operands, statistics, query, key, value, pooled)
+
+
+def _pool(key: Tensor, value: Tensor, group: int, precision: str, *, mean: Tensor | None) -> Pooled:
+    """Means over groups of keys and values, as the precision holds keys and values."""
+    dtype = torch.float32 if precision == "exact" else key.dtype
+    v = _group_means(value, group)
+    values = _channels(v) if precision == "int8-fast" else v.to(dtype)
+    if precision in QUANTIZED:
+        k = _group_means(key, group, mean=mean)
+        codes = _pass(k, BLOCK_K, _Asked(codes=True, pooled=False, similarity=False), scale=1.0)
+        return Pooled(codes.x, values, group)
+    return Pooled(_group_means(key, group).to(dtype), values, group)
+
+
+def _group_means(x: Tensor, group: int, *, mean: Tensor | None = None) -> Tensor:
+    """Mean of each `group` rows, less `mean`, fp32; 0 where it is not finite."""
+    asked = _Asked(codes=False, pooled=True, similarity=False)
+    pooled = _pass(x, group, asked, scale=1.0, mean=mean).pooled
+    assert pooled is not None
+    return pooled.nan_to_num_(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)

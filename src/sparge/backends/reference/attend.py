@@ -6,43 +6,59 @@
         p        = 2^(s - new row_max), 0 where skipped
         row_sum  = row_sum · 2^(old - new row_max) + Σ p
         acc      = acc     · 2^(old - new row_max) + p · V
+    the same for the pooled entries of skipped open blocks, 64 entries at a time, without skip:
+        s        = scores of the mean keys + log2(keys of each entry)
     out = acc / row_sum,  lse = ln2 · (row_max + log2 row_sum) + lse_shift
 
 Rows with nothing to attend give zeros and -inf. A row that is not finite, or keeps a block that
-is not, gives NaN: never a plausible number in its place.
+is not, or pools one, gives NaN: never a plausible number in its place.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...blockplan import BlockPlan
 from ...call import Call, half_dtype, work_dtype
-from ...geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, in_blocks
+from ...geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, block_sizes, in_blocks
 from ...qtensor import Operands, QTensor, finite_rows, working
 from ...recipe import heads_of
 from ...stages import Attended, Prepared
-from ...support.ordered_sums import LN2, dot, exp2, fold_sum, shift_of
-from ...tokenmask import TokenMask
+from ...support.ordered_sums import LN2, LOG2E, dot, exp2, fold_sum, shift_of
+from ...tokenmask import OPEN, Index, TokenMask
 from .scores import HeadScores
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One kept block of one query block, on the way of the online softmax."""
+    """One kept block of one query block, or 64 pooled entries, on the way of the online softmax."""
 
-    cols: slice
+    cols: Index
     scores: Tensor
     old_max: Tensor
     row_max: Tensor
     skip: Tensor
     """Rows, in whole groups, that the second filter skips."""
     groups_skipped: int
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The pooled entries of one query block of one head.
+
+    operands: with the pooled keys and values. log_sizes: log2 of the keys of every entry `[n]`.
+    active: the entries of the skipped open blocks. blocks: those blocks.
+    """
+
+    operands: Operands
+    log_sizes: Tensor
+    active: Tensor
+    blocks: list[int]
 
 
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
@@ -55,14 +71,17 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
     finite_q, finite_k = finite_rows(operands.query), _finite_blocks(operands)
     work = work_dtype(dtype) if recipe.precision == "exact" else torch.float32
     largest = _largest_values(operands.value)
+    is_open = (tokens.block_kinds(device) == OPEN).expand(call.B, call.Hq, call.n_q, call.n_k)
     for b, h, i_q, kept in kept_blocks(plan):
         rows = block_range(i_q, BLOCK_Q, call.Lq)
         head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=recipe.precision)
         bound = min(largest[b][head.h_k], torch.finfo(dtype).max)
         headroom = _headroom(bound, tokens.Lk, work)
+        pooled = _entries(call, prepared, is_open[b, h, i_q], kept)
         row_max, row_sum, acc, skipped = _online_softmax(
-            head, rows, kept, pv_skip[h], dtype, work, headroom
+            head, rows, kept, pooled, pv_skip[h], dtype, work, headroom
         )
+        read = kept if pooled is None else kept + pooled.blocks
         nothing = row_max == -math.inf
         o = torch.where(nothing[:, None], 0.0, acc / row_sum[:, None] / headroom)
         if bound <= torch.finfo(work).max:
@@ -71,14 +90,32 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
         row_lse = torch.where(nothing, -math.inf, (row_max + torch.log2(row_sum)) * LN2)
         if operands.lse_shift is not None:
             row_lse = row_lse + operands.lse_shift[b, h, rows]
-        broken = ~finite_q[b, h, rows] | ~finite_k[b, head.h_k, kept].all()
+        broken = ~finite_q[b, h, rows] | ~finite_k[b, head.h_k, read].all()
         # A row whose every score overflowed has no maximum, yet it had something to attend.
         if nothing.any():
-            broken |= nothing & _may_attend(tokens, b, h, rows, kept, device)
+            broken |= nothing & _may_attend(tokens, b, h, rows, read, device)
         out[b, h, rows] = o.masked_fill(broken[:, None], math.nan).to(dtype)
         lse[b, h, rows] = row_lse.masked_fill(broken, math.nan).to(lse.dtype)
         pv_skips[b, h, i_q] = skipped
     return Attended(out, lse, pv_skips)
+
+
+def _entries(call: Call, prepared: Prepared, is_open: Tensor, kept: list[int]) -> Entries | None:
+    """What the skipped blocks of one query block contribute; `is_open [n_k]`."""
+    if prepared.pooled is None:
+        return None
+    pooled, pools = prepared.pooled, is_open.clone()
+    pools[kept] = False
+    operands = replace(prepared.operands, key=pooled.key, value=pooled.value)
+    per_block = BLOCK_K // pooled.group
+    active = pools.repeat_interleave(per_block)[: pooled.key.shape[2]].nonzero().squeeze(1)
+    log_sizes = [math.log2(n) for n in block_sizes(call.Lk, pooled.group).tolist()]
+    return Entries(
+        operands,
+        torch.tensor(log_sizes, dtype=torch.float64, device=pools.device),
+        active,
+        pools.nonzero().squeeze(1).tolist(),
+    )
 
 
 def kept_blocks(plan: BlockPlan) -> Iterator[tuple[int, int, int, list[int]]]:
@@ -106,10 +143,25 @@ def walk(head: HeadScores, rows: slice, kept: list[int], pv_skip: float) -> Iter
         yield Tile(cols, scores, old_max, row_max, skip, int(skipped.sum()))
 
 
+def walk_pooled(
+    head: HeadScores, rows: slice, entries: Tensor, log_sizes: Tensor, row_max: Tensor
+) -> Iterator[Tile]:
+    """Some pooled entries, the keys of `head`, those of each 64 together: 8-bit V has a scale for
+    64 entries, and 8-bit P one for what is multiplied at once."""
+    for tile in (entries // BLOCK_K).unique().tolist():
+        cols = entries[entries // BLOCK_K == tile]
+        scores = head.products(rows, cols) * (head.scale * LOG2E)
+        scores = scores + log_sizes[cols].to(scores.dtype)
+        old_max, row_max = row_max, torch.maximum(row_max, scores.amax(1))
+        none = torch.zeros(rows.stop - rows.start, dtype=torch.bool, device=scores.device)
+        yield Tile(cols, scores, old_max, row_max, none, 0)
+
+
 def _online_softmax(
     head: HeadScores,
     rows: slice,
     kept: list[int],
+    pooled: Entries | None,
     pv_skip: float,
     dtype: torch.dtype,
     work: torch.dtype,
@@ -121,25 +173,35 @@ def _online_softmax(
     row_sum = torch.zeros_like(row_max)
     acc = torch.zeros((n, value.shape[3]), dtype=work, device=value.device)
     skipped = 0
-    for tile in walk(head, rows, kept, pv_skip):
+
+    def add(tile: Tile, source: HeadScores) -> None:
+        nonlocal row_max, row_sum, acc, skipped
         row_max = tile.row_max
         shift = shift_of(row_max)
         p = exp2(tile.scores - shift[:, None]).masked_fill(tile.skip[:, None], 0.0)
         fade = exp2(tile.old_max - shift)
         row_sum = row_sum * fade + fold_sum(p, dim=1)
-        acc = acc * fade[:, None] + _p_times_v(p, tile.cols, head, dtype, headroom)
+        acc = acc * fade[:, None] + _p_times_v(p, tile.cols, source, dtype, headroom)
         skipped += tile.groups_skipped
+
+    for tile in walk(head, rows, kept, pv_skip):
+        add(tile, head)
+    if pooled is not None:
+        entries = replace(head, operands=pooled.operands)
+        for tile in walk_pooled(entries, rows, pooled.active, pooled.log_sizes, row_max):
+            add(tile, entries)
     return row_max, row_sum, acc, skipped
 
 
 def _p_times_v(
-    p: Tensor, cols: slice, head: HeadScores, dtype: torch.dtype, headroom: float
+    p: Tensor, cols: Index, head: HeadScores, dtype: torch.dtype, headroom: float
 ) -> Tensor:
     """`p · V` of one block in the precision of the run, V scaled by the headroom."""
     value = head.operands.value
     if isinstance(value, QTensor):
         codes = value.codes[head.b, head.h_k, cols].float()
-        scale = value.scale[head.b, head.h_k, cols.start // BLOCK_K] * headroom
+        first = cols.start if isinstance(cols, slice) else int(cols[0])
+        scale = value.scale[head.b, head.h_k, first // BLOCK_K] * headroom
         # One scale per row and block: under a row's one far maximum, whole blocks would code as 0.
         p_scale = p.amax(1, keepdim=True) / 255
         p_codes = torch.where(p_scale > 0, p / p_scale, p).round()

@@ -21,7 +21,7 @@ from ...qtensor import Operands, working
 from ...recipe import heads_of
 from ...stages import Gradients, Saved
 from ...support.ordered_sums import exp2, shift_of
-from ...tokenmask import TokenMask
+from ...tokenmask import Index, TokenMask
 from .attend import Tile, kept_blocks, walk
 from .scores import HeadScores
 
@@ -49,7 +49,7 @@ def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gr
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
 
 
-def _probabilities(tiles: list[Tile], work: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _probabilities(tiles: list[Tile], work: torch.dtype) -> Iterator[tuple[Index, Tensor]]:
     """What the forward gave each block. Made anew from the scores: an LSE under a bias as low as
     finfo.min has lost the digits that tell a row's keys apart."""
     if not tiles:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...call import Call, Inputs
+from ...call import Call, Inputs, work_dtype
 from ...geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
-from ...qtensor import Operands, QTensor
+from ...qtensor import Operands, Pooled, QTensor
+from ...recipe import QUANTIZED
 from ...stages import Prepared, Statistics
 from ...support.ordered_sums import fold_sum, mean_over_rows
 
@@ -34,7 +35,29 @@ def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Pr
             block_statistics(smooth_keys(key)[0], BLOCK_K),
         )
         statistics = Statistics(q_pooled, k_pooled, q_similarity, k_similarity)
-    return Prepared(operands, statistics, query, key, value)
+    pooled = None
+    reads_v = to_attend or call.measures_error
+    if reads_v and value is not None and call.recipe.pools:
+        pooled = pool(key, value, call.recipe.pool_group, call.recipe.precision)
+    return Prepared(operands, statistics, query, key, value, pooled)
+
+
+def pool(key: Tensor, value: Tensor, group: int, precision: str) -> Pooled:
+    """Means over groups of keys and values, as the precision holds keys and values."""
+    # What is not coded has the caller's dtype, as keys and values have: 16 bits stay 16 bits.
+    dtype = work_dtype(key.dtype) if precision == "exact" else key.dtype
+    v = group_means(value, group)
+    values = quantize_channels(v) if precision == "int8-fast" else v.to(dtype)
+    if precision in QUANTIZED:
+        return Pooled(quantize_rows(group_means(smooth_keys(key)[0], group)), values, group)
+    return Pooled(group_means(key, group).to(dtype), values, group)
+
+
+def group_means(x: Tensor, group: int) -> Tensor:
+    """Mean of each `group` rows, fp32 (fp64 for fp64 inputs); 0 where it is not finite."""
+    x = x.to(work_dtype(x.dtype))
+    means = mean_over_rows(in_blocks(x, -2, group), block_sizes(x.shape[2], group, x.device))
+    return means.nan_to_num(0.0, 0.0, 0.0)
 
 
 def quantize(

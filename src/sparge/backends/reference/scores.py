@@ -40,7 +40,7 @@ class HeadScores:
             s = s.clamp(min=torch.finfo(s.dtype).min)
         return s if allowed is None else torch.where(allowed, s, -math.inf)
 
-    def products(self, rows: Index, cols: slice) -> Tensor:
+    def products(self, rows: Index, cols: Index) -> Tensor:
         """`q_i · k_j`, fp32 (fp64 for fp64 inputs in `"exact"`)."""
         query, key = self.operands.query, self.operands.key
         if isinstance(query, QTensor):
