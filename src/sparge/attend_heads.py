@@ -43,8 +43,11 @@ def attend_heads(
         else:
             its = prepared.heads(slice(own.start, own.stop), slice(own.q_start, own.q_stop))
         parts.append(stages.attend(part, its, own.plan(plan), own.tokens(tokens)))
-    joined = (torch.cat(x, 1) for x in zip(*((p.out, p.lse, p.pv_skips) for p in parts)))
-    return Attended(*joined)
+    return Attended(
+        torch.cat([part.out for part in parts], 1),
+        torch.cat([part.lse for part in parts], 1),
+        torch.cat([part.pv_skips for part in parts], 1),
+    )
 
 
 class HeadRange:

@@ -45,8 +45,7 @@ class BlockPlan:
     allowed: blocks the row may attend; the denominator of every density.
     offset: query row `i` stands at key position `i + offset`; a causal row sees keys up to there.
     has_mask: made with an `attn_mask`, which must then be given to `attend` too.
-    measured: by `KeepError`, fp64 `[3, B, Hq]`: see `error`, `bound` and `raised`; neither saved nor
-    compared.
+    measured: by `KeepError`, fp64 `[3, B, Hq]`: error, bound, raised; neither saved nor compared.
 
     `to_mask()` is equivalent to
 

@@ -203,8 +203,8 @@ def check_plan(
         tuple(measured.shape) != (3, call.B, call.Hq) or measured.dtype != torch.float64
     ):
         raise ValueError(
-            f"the plan's measured must be float64 of shape {(3, call.B, call.Hq)} as KeepError makes "
-            f"it, got {measured.dtype} {tuple(measured.shape)}; leave it out"
+            f"the plan's measured must be float64 of shape {(3, call.B, call.Hq)}, as KeepError "
+            f"makes it, got {measured.dtype} {tuple(measured.shape)}; leave it out"
         )
     if plan.has_mask and not call.has_mask:
         raise ValueError("the plan was made with an attn_mask; give the same attn_mask to attend")

@@ -1,4 +1,4 @@
-"""Inputs that an error budget finds hard: structure that blocks, pooled tokens or sampled rows miss.
+"""Inputs that are hard for an error budget: structure that blocks or sampled rows may miss.
 
 A case is a family, a seed and a shape; all of its numbers follow from them. Most families draw
 queries and keys around the centres of topics, as language models do, and differ in how the topics

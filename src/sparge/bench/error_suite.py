@@ -8,7 +8,7 @@ rising   heads that keep more at a larger budget
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def run_case(
     outcomes: list[Outcome] = []
     before: Sequence[int] | None = None
     for budget in sorted(budgets):
-        its = Recipe.from_dict(recipe.to_dict() | {"keep": {"error": budget}})
+        its = replace(recipe, keep=KeepError(budget))
         with record() as runs:
             out = attention(
                 query, key, value, is_causal=case.is_causal, recipe=its, backend=backend
@@ -140,8 +140,3 @@ def _relative_l1(out: Tensor, truth: Tensor) -> list[float]:
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
-
-
-def budget_recipe(precision: str, skipped: str) -> Recipe:
-    """The recipe under test, but for its budget."""
-    return Recipe(KeepError(BUDGETS[0]), precision=precision)

@@ -1,7 +1,7 @@
 """`sparge bench`: sparge's attention, torch's SDPA and FlexAttention, measured in one run.
 
 Contenders take turns within each round; figures are medians over the rounds. Nothing is printed
-if a backend fails the self-check or a row is wrong.
+if a backend fails the self-check or a row is wrong. `sparge bench error` is bench_error.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..dispatch import backends
 from ..geometry import MAX_HEAD_DIM
 from ..report.machine import load_average, where_it_runs
 from ..synthetic import MIN_HEAD_DIM
-from . import BAD_RESULT, OK
+from . import BAD_RESULT, OK, bench_error
 from .arguments import add_json, check_file, whole, wholes, words
 from .screen import console, deliver, progress, show_table
 
@@ -36,6 +36,9 @@ HEAD_DIMS = [64, 128]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    about = "speed (default), or error: KeepError on adversarial inputs"
+    add("suite", nargs="?", choices=("speed", "error"), default="speed", help=about)
+    bench_error.add_arguments(parser)
     add("--lengths", type=wholes, help="default: 1024,4096,8192; with --full 1024 to 32768")
     add("--full", action="store_true", help="all lengths, with 1 and with all threads; hours")
     add("--heads", type=whole, default=4, help="default: %(default)s")
@@ -50,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.suite == "error":
+        return bench_error.run(args)
     check_arguments(args)
     entries = lineup(args.backends, args.contenders)
     checks = [*check_backends(), *check_sparse(args.backends)]

@@ -19,7 +19,7 @@ from ...backend import ESTIMATED, MEASURED, Estimate
 from ...blockplan import BlockPlan
 from ...call import Call
 from ...geometry import BLOCK_K, BLOCK_Q
-from ...recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, heads_of
+from ...recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, Recipe, heads_of
 from ..budget import measured_rows, surveyed_rows
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
