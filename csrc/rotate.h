@@ -13,61 +13,92 @@
 namespace sparge {
 namespace {
 
-struct RotationTables {
-  alignas(64) float sign[kMaxDim] = {};
-  alignas(
-      64) float butterfly[4][kLanes] = {};  // -1 in the upper lane of each pair 1, 2, 4, 8 apart
-  constexpr RotationTables() {
-    for (int d = 0; d < kMaxDim; ++d) {
+// What a transform of n channels multiplies with: signs / sqrt(n). The factor comes first, so that
+// sums grow by sqrt(n) and not by n.
+template <int n>
+struct Signs {
+  alignas(64) float of[n] = {};
+  constexpr Signs() {
+    double factor = 1.0;
+    int rest = n;
+    for (; rest >= 4; rest /= 4) factor /= 2;
+    if (rest == 2) factor *= 0.70710678118654752440;
+    for (int d = 0; d < n; ++d) {
       int odd = 0;
       for (int bits = d & d >> 1; bits; bits >>= 1) odd ^= bits & 1;
-      sign[d] = odd ? -1.0f : 1.0f;
+      of[d] = float(odd ? -factor : factor);
     }
-    for (int k = 0; k < 4; ++k)
-      for (int lane = 0; lane < kLanes; ++lane) butterfly[k][lane] = lane >> k & 1 ? -1.0f : 1.0f;
   }
 };
-constexpr RotationTables kRotation;
+template <int n>
+constexpr Signs<n> kSigns{};
+
+// 1 and -1 for the lower and the upper lane of each pair 2^k apart.
+struct Butterflies {
+  alignas(64) float sign[4][kLanes] = {};
+  constexpr Butterflies() {
+    for (int k = 0; k < 4; ++k)
+      for (int lane = 0; lane < kLanes; ++lane) sign[k][lane] = lane >> k & 1 ? -1.0f : 1.0f;
+  }
+};
+constexpr Butterflies kButterflies{};
 
 // Sums in the lower and differences in the upper of lanes 2^k apart.
 template <int k>
 inline F32x16 butterfly(F32x16 x) {
-  return fma(x, load(kRotation.butterfly[k]), swap_lanes<1 << k>(x));
+  return fma(x, load(kButterflies.sign[k]), swap_lanes<1 << k>(x));
 }
 
-// Signs and the orthonormal Hadamard transform of n numbers, in place; n is a power of two.
-inline void rotate_part(float* x, int64_t n) {
-  const float factor = float(1.0 / std::sqrt(double(n)));
-  if (n < kLanes) {
-    for (int64_t i = 0; i < n; ++i) x[i] *= kRotation.sign[i] * factor;
-    for (int64_t half = 1; half < n; half *= 2)
-      for (int64_t i = 0; i < n; ++i) {
+// Signs and the orthonormal Hadamard transform of n numbers, in place.
+template <int n>
+inline void rotate_part(float* x) {
+  if constexpr (n < kLanes) {
+    for (int i = 0; i < n; ++i) x[i] *= kSigns<n>.of[i];
+    for (int half = 1; half < n; half *= 2)
+      for (int i = 0; i < n; ++i) {
         if (i & half) continue;
         const float a = x[i], b = x[i + half];
         x[i] = a + b;
         x[i + half] = a - b;
       }
-    return;
-  }
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const F32x16 y = load(x + i) * (load(kRotation.sign + i) * broadcast(factor));
-    store(x + i, butterfly<3>(butterfly<2>(butterfly<1>(butterfly<0>(y)))));
-  }
-  for (int64_t half = kLanes; half < n; half *= 2)
-    for (int64_t i = 0; i < n; i += 2 * half)
-      for (int64_t j = i; j < i + half; j += kLanes) {
-        const F32x16 a = load(x + j), b = load(x + j + half);
-        store(x + j, a + b);
-        store(x + j + half, a - b);
+  } else {
+    constexpr int parts = n / kLanes;
+    F32x16 r[parts];
+#pragma GCC unroll 16
+    for (int i = 0; i < parts; ++i) {
+      const F32x16 y = load(x + i * kLanes) * load(kSigns<n>.of + i * kLanes);
+      r[i] = butterfly<3>(butterfly<2>(butterfly<1>(butterfly<0>(y))));
+    }
+#pragma GCC unroll 4
+    for (int half = 1; half < parts; half *= 2)
+#pragma GCC unroll 16
+      for (int i = 0; i < parts; ++i) {
+        if (i & half) continue;
+        const F32x16 a = r[i], b = r[i + half];
+        r[i] = a + b;
+        r[i + half] = a - b;
       }
+#pragma GCC unroll 16
+    for (int i = 0; i < parts; ++i) store(x + i * kLanes, r[i]);
+  }
+}
+
+template <int n>
+inline void rotate_row(float* row, int64_t D) {
+  rotate_part<n>(row);
+  if (n < D) rotate_part<n>(row + (D - n));
 }
 
 // Rotates the D numbers of a row, in place.
 inline void rotate(float* row, int64_t D) {
-  int64_t n = 1;
-  while (2 * n <= D) n *= 2;
-  rotate_part(row, n);
-  if (n < D) rotate_part(row + (D - n), n);
+  if (D >= 256) return rotate_row<256>(row, D);
+  if (D >= 128) return rotate_row<128>(row, D);
+  if (D >= 64) return rotate_row<64>(row, D);
+  if (D >= 32) return rotate_row<32>(row, D);
+  if (D >= 16) return rotate_row<16>(row, D);
+  if (D >= 8) return rotate_row<8>(row, D);
+  if (D >= 4) return rotate_row<4>(row, D);
+  if (D >= 2) rotate_row<2>(row, D);
 }
 
 }  // namespace
