@@ -4,10 +4,10 @@
 //   x'      = x - mean
 //   pooled  = mean of the block's rows x'
 //   s       = || mean of x' / ||x'|| ||²
-//   codes   = round(x' / scale), scale = max|x'| / 127 of each row
+//   codes   = round(y / scale), scale = max|y| / 127 of each row, y = x' rotated (rotate.h)
 #pragma once
 
-#include "read_rows.h"
+#include "rotate.h"
 
 namespace sparge {
 namespace {
@@ -88,6 +88,18 @@ inline float quantize_row(const float* row, int64_t D, float largest, int8_t* co
   return scale;
 }
 
+// Codes of the rotated row, which replaces the row; returns their scale. Rotation can make a number
+// 16 times as large: rows near the end of fp32's range are lowered for it.
+inline float rotate_and_quantize(float* row, int64_t D, float largest, int8_t* codes) {
+  const int64_t width = round_up(D, kLanes);
+  const bool lowered = largest > 0x1p100f;
+  for (int64_t d = 0; lowered && d < width; d += kLanes)
+    store(row + d, load(row + d) * broadcast(0x1p-8f));
+  rotate(row, D);
+  const float scale = quantize_row(row, D, largest_of(row, width), codes);
+  return lowered ? scale * 0x1p8f : scale;
+}
+
 inline float dot(const float* a, const float* b, int64_t width) {
   F32x16 sum = zero();
   for (int64_t d = 0; d < width; d += kLanes) sum = fma(load(a + d), load(b + d), sum);
@@ -130,9 +142,10 @@ void statistics(const StatisticsArgs& a, int64_t task) {
     }
     const float largest = of_row.value();
     if (a.similarity) add_unit(row, width, largest, units);
-    if (a.codes)
-      a.scale[bh * a.L + l] = quantize_row(row, a.D, largest, a.codes + (bh * a.L + l) * a.D);
     if (a.lse_shift) a.lse_shift[bh * a.L + l] = dot(row, key_mean, width) * a.softmax_scale;
+    if (a.codes)
+      a.scale[bh * a.L + l] =
+          rotate_and_quantize(row, a.D, largest, a.codes + (bh * a.L + l) * a.D);
   }
   const float count = float(stop - start);
   if (a.pooled) {

@@ -103,6 +103,17 @@ inline float lane_sum(F32x16 a) {
   n = _mm_add_ps(n, _mm_movehl_ps(n, n));
   return _mm_cvtss_f32(_mm_add_ss(n, _mm_movehdup_ps(n)));
 }
+// Lane i receives lane i ^ k.
+template <int k>
+inline F32x16 swap_lanes(F32x16 a) {
+  constexpr int order = k == 2 ? 0x4e : 0xb1;
+  if constexpr (k == 8)
+    return {a.hi, a.lo};
+  else if constexpr (k == 4)
+    return {_mm256_permute2f128_ps(a.lo, a.lo, 1), _mm256_permute2f128_ps(a.hi, a.hi, 1)};
+  else
+    return {_mm256_permute_ps(a.lo, order), _mm256_permute_ps(a.hi, order)};
+}
 inline F32x16 to_float(I32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 
 // split: x = whole + f. raise: p · 2^whole where x is at least -126, else 0. `whole` is kept in the

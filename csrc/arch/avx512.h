@@ -60,6 +60,14 @@ inline F32x16 select(Lanes m, F32x16 yes, F32x16 no) {
 inline float lane_max(F32x16 a) { return _mm512_reduce_max_ps(a.v); }
 // Adds halves: lane i to lane i + 8, then i + 4, and so on.
 inline float lane_sum(F32x16 a) { return _mm512_reduce_add_ps(a.v); }
+// Lane i receives lane i ^ k.
+template <int k>
+inline F32x16 swap_lanes(F32x16 a) {
+  if constexpr (k >= 4)
+    return {_mm512_shuffle_f32x4(a.v, a.v, k == 8 ? 0x4e : 0xb1)};
+  else
+    return {_mm512_permute_ps(a.v, k == 2 ? 0x4e : 0xb1)};
+}
 inline F32x16 to_float(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
 // split: x = whole + f. raise: p · 2^whole where x is at least -126, else 0. The scaling

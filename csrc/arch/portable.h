@@ -112,6 +112,13 @@ inline float lane_sum(F32x16 a) {
     for (int i = 0; i < n; ++i) a.v[i] += a.v[i + n];
   return a.v[0];
 }
+// Lane i receives lane i ^ k.
+template <int k>
+inline F32x16 swap_lanes(F32x16 a) {
+  F32x16 out;
+  for (int i = 0; i < 16; ++i) out.v[i] = a.v[i ^ k];
+  return out;
+}
 inline F32x16 to_float(I32x16 a) {
   F32x16 r;
   SPARGE_LANES r.v[i] = float(a.v[i]);

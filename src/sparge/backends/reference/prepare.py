@@ -2,6 +2,7 @@
 
 The mean key of each head is subtracted first; softmax is invariant to it (every score of a row
 changes by the same `q · mean`) and int8 loses far less. That constant is returned as `lse_shift`.
+Rows of q and k are rotated before they are coded (rotation.py), which does not change the scores.
 A group that is all zero has scale 0; one that is not finite has scale NaN and codes 0, so that no
 plausible number can result from it.
 """
@@ -17,6 +18,7 @@ from ...qtensor import Operands, Pooled, QTensor
 from ...recipe import QUANTIZED
 from ...stages import Prepared, Statistics
 from ...support.ordered_sums import fold_sum, mean_over_rows
+from .rotation import rotate
 
 
 def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
@@ -105,6 +107,16 @@ def smooth_keys(key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor, rows_per_scale: int = 1) -> QTensor:
+    """Codes of the rotated rows of `x [B, H, L, D]`, a scale for `rows_per_scale` of them."""
+    # Rotation can make a number 16 times as large: groups near the end of fp32 are lowered for it.
+    largest = in_blocks(x, -2, rows_per_scale).abs().amax((-1, -2))
+    lowered = torch.where(largest > 2.0**100, 2.0**-8, 1.0)
+    each = lowered.repeat_interleave(rows_per_scale, dim=2)[:, :, : x.shape[2]]
+    coded = code_rows(rotate(x * each.unsqueeze(-1)), rows_per_scale)
+    return QTensor(coded.codes, coded.scale / lowered, rows_per_scale)
+
+
+def code_rows(x: Tensor, rows_per_scale: int = 1) -> QTensor:
     """One scale for `rows_per_scale` consecutive rows of `x [B, H, L, D]`."""
     groups = in_blocks(x, -2, rows_per_scale)
     scale = groups.abs().amax((-1, -2)) / 127
