@@ -88,9 +88,12 @@ class Run:
     def __str__(self) -> str:
         stages = " + ".join(f"{name} {s * 1e3:.1f}" for name, s in self.seconds.items())
         routed = " routed to dense" if self.routed_to_dense else ""
+        pools = self.recipe.pools and self.kept < self.allowed
+        pooled = f" (others pooled by {self.recipe.pool_group})" if pools else ""
         return (
             f"{self.what} {self.call}: {self.backend} ({self.isa}){routed}, density "
-            f"{self.density:.3f}, pv_skipped {self.pv_skipped:.3f}, ms: {stages}; {self.reason}"
+            f"{self.density:.3f}{pooled}, pv_skipped {self.pv_skipped:.3f}, ms: {stages}; "
+            f"{self.reason}"
         )
 
 
