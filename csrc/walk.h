@@ -125,12 +125,12 @@ struct Walk {
   }
 
   // Adds the tiles of pooled entries to the list of kept blocks; returns how many are visited.
-  int visit_pooled(const int32_t* kept, int n) {
-    std::memcpy(visited, kept, size_t(n) * sizeof(int32_t));
+  int visit_pooled(const int32_t* kept, int n_kept) {
+    std::memcpy(visited, kept, size_t(n_kept) * sizeof(int32_t));
     const int64_t n_k = shape.n_k(), blocks_per_tile = a.pool_group;
-    int at = 0;
+    int n = n_kept, at = 0;
     for (int64_t i_k = 0; i_k < n_k; ++i_k) {
-      const bool keeps = at < n && kept[at] == i_k;
+      const bool keeps = at < n_kept && kept[at] == i_k;
       at += keeps;
       pools[i_k] = !keeps && a.tokens.kind(shape, b, h, i_q, i_k) == kOpen;
       const int64_t tile = n_k + i_k / blocks_per_tile;
@@ -140,10 +140,13 @@ struct Walk {
   }
   void take_entries(Slot* slot) const {
     const int64_t group = a.pool_group, per_block = kBlockK / group;
+    const float log_group = float(std::log2(double(group)));
     for (int64_t j = 0; j < kBlockK; ++j) {
       const int64_t e = slot->i_k * kBlockK + j, keys = shape.Lk - e * group;
       const bool pooled = keys > 0 && pools[e / per_block];
-      slot->bias[j] = pooled ? float(std::log2(double(keys < group ? keys : group))) : -INFINITY;
+      slot->bias[j] = !pooled         ? -INFINITY
+                      : keys >= group ? log_group
+                                      : float(std::log2(double(keys)));
     }
   }
 

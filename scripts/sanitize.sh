@@ -71,7 +71,7 @@ rm "$reports"/*
 echo "sanitize: a planted read past the end of a tensor is found"
 
 kernels=(attend plan statistics quantize masks edges nonfinite second_filter varlen properties grad
-  invariance protect native_threads native_arguments keep_error)
+  invariance protect native_threads native_arguments keep_error pool)
 # native_arguments calls the ops themselves, once and not for each instruction set.
 tests=(-k "cpu- or native_arguments")
 for name in "${kernels[@]}"; do tests+=("tests/test_$name.py"); done

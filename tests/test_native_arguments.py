@@ -210,6 +210,17 @@ def test_padding_behind_the_count_is_not_read():
     call("attend", arguments)
 
 
+def test_padding_behind_the_count_is_pooled_like_any_skipped_block():
+    """A block was dropped before, if the padding named it."""
+    outs = []
+    for padding in (-1, 3):
+        arguments = attend(INT8) | {"is_causal": False}
+        arguments["indices"][:] = torch.tensor([0, 1, padding, padding])
+        call("attend", arguments)
+        outs.append(arguments["out"])
+    assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("case", ["predict", "select", "select_steps", "attend", "backward"])
 def test_kinds_that_do_not_exist(case):
     for value in (-1, 3, 127):

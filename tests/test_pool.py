@@ -276,6 +276,8 @@ def test_counts_are_those_of_dropped_blocks(backend, precision):
     assert (pooled.pv_skips, pooled.pv_groups) == (drop.pv_skips, drop.pv_groups)
     assert pooled.sparsity == drop.sparsity
     assert pooled.to_dict()["recipe"]["skipped"] == "pool"
+    assert "(others pooled by 16)" in str(pooled)
+    assert "pooled" not in str(drop)
 
 
 @pytest.mark.rule("4.11")

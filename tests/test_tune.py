@@ -36,12 +36,15 @@ def two_layers():
     return {"a.attn": captures(calls()), "b.attn": captures(calls(seed=10))}
 
 
+@pytest.mark.parametrize("skipped", ["drop", "pool"])
 @pytest.mark.parametrize(("l1", "l2"), [(0.08, 0.09), (0.04, None)])
-def test_what_is_returned_meets_its_bounds_on_every_input(l1, l2):
+def test_what_is_returned_meets_its_bounds_on_every_input(l1, l2, skipped):
     """Run once more as the whole call, and measured in fp64 on the kept rows."""
     tensors = calls()
-    tuned = tune_layer(captures(tensors), l1=l1, l2=l2, base=BASE)
+    base = replace(BASE, skipped=skipped)
+    tuned = tune_layer(captures(tensors), l1=l1, l2=l2, base=base)
     settings = tuned.settings
+    assert settings.skipped == skipped
     bound = l1 if l2 is None else l2
     recipe = settings.recipe()
     worst = torch.zeros(4)

@@ -77,11 +77,6 @@ class Call:
         return "half" if self.dtype in (torch.bfloat16, torch.float16) else "exact"
 
     @property
-    def n_pooled(self) -> int:
-        """Pooled entries of each key head."""
-        return n_blocks(self.Lk, self.recipe.pool_group)
-
-    @property
     def samples_rows(self) -> bool:
         """Whether prediction scores a few rows exactly."""
         return self.predicts and self.recipe.predictor != "mean"

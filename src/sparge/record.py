@@ -92,7 +92,10 @@ class Run:
     def __str__(self) -> str:
         stages = " + ".join(f"{name} {s * 1e3:.1f}" for name, s in self.seconds.items())
         routed = " routed to dense" if self.routed_to_dense else ""
-        found = f"density {self.density:.3f}, pv_skipped {self.pv_skipped:.3f}{self._measured()}"
+        pools = self.recipe.pools and self.kept < self.allowed
+        pooled = f" (others pooled by {self.recipe.pool_group})" if pools else ""
+        found = f"density {self.density:.3f}{pooled}, pv_skipped {self.pv_skipped:.3f}"
+        found += self._measured()
         return (
             f"{self.what} {self.call}: {self.backend} ({self.isa}){routed}, {found}, ms: {stages}; "
             f"{self.reason}"

@@ -45,7 +45,9 @@ def tune_layer(
 ) -> TunedLayer:
     """The settings of one layer from its captures, one for each calibration input.
 
-    base: precision, sink, local window, protected and sampled rows; what it keeps is tuned.
+    base: precision, sink, local window, protected and sampled rows, and what skipped blocks
+    contribute; what it keeps is tuned. Scores take skipped blocks as dropped, also where runs pool
+    them: settings found so are safe, and sparser ones may exist.
     """
     base = replace(base, local_blocks=base.window(captures[0].is_causal))
     engine = backend_for(captures[0], base, backend)
