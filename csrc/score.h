@@ -20,6 +20,7 @@ struct RowScores {
   int64_t b, h, h_k;
   const int64_t* row_of;
   int n, steps;
+  int64_t first_block, last_block;  // of the rows, which need not ascend
   float *queries, *scores;  // scores: [64][16], and as much again for the tile unit
   alignas(64) float factor[kLanes];
   alignas(64) float scales[kBlockK];
@@ -35,10 +36,14 @@ struct RowScores {
     a = &args, b = b_, h = h_, h_k = h / args.shape.group();
     row_of = rows, n = n_rows, steps = steps_of(P, args.shape.D);
     queries = query_room, scores = score_room;
+    first_block = last_block = row_of[0] / kBlockQ;
     const char* at[kLanes];
     std::memset(factor, 0, sizeof(factor));
     for (int i = 0; i < n; ++i) {
       at[i] = args.query.row(b, h, row_of[i]);
+      const int64_t block = row_of[i] / kBlockQ;
+      first_block = block < first_block ? block : first_block;
+      last_block = block > last_block ? block : last_block;
       factor[i] = float(args.softmax_scale * 1.4426950408889634);
       if (args.q_scale.data)
         factor[i] = args.q_scale.of(b * args.shape.Hq + h, row_of[i]) * factor[i];
@@ -50,6 +55,12 @@ struct RowScores {
 
   // The kind of one key block for all rows together.
   Kind kind(int64_t i_k) const {
+    if (!a->tokens.kinds) {
+      // Under the diagonal alone, later query blocks attend what earlier ones do.
+      const Kind most = a->tokens.kind(a->shape, b, h, last_block, i_k);
+      if (most == kExcluded) return kExcluded;
+      return a->tokens.kind(a->shape, b, h, first_block, i_k) == kOpen ? kOpen : kMixed;
+    }
     int least = kOpen;
     bool some = false;
     for (int i = 0; i < n; ++i) {
