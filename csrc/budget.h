@@ -84,19 +84,69 @@ struct StepErrors {
     return exact_acc + int64_t(group * kLanes + row) * width;
   }
 
-  // Exact outputs first, as sums: their row sums are in `states`.
-  template <Product P, Product V>
-  void accumulate_exact(GroupState* states) {
+  // One block of V in the forms that were asked for.
+  struct Values {
+    const float *rows = nullptr, *pairs = nullptr, *codes = nullptr;
+    int64_t pitch = 0;
+  };
+  template <Product P>
+  struct Pass {
     RowScores<P> rows[kMaxCheckGroups];
-    for (int g = 0; g < n_groups; ++g)
-      rows[g].begin(a.exact, task.b, task.h, rows_of(g), rows_in(g),
-                    exact_queries + size_t(g) * RowScores<P>::query_floats(s), scores);
-    begin(states);
-    std::memset(exact_acc, 0, size_t(n_groups * width) * kLanes * 4);
-    each_block<P, V>(
-        rows, states,
-        [&](int g, int64_t, F32x16 sum, const float* v, int64_t pitch) {
-          store(states[g].row_sum, load(states[g].row_sum) + sum);
+    GroupState states[kMaxCheckGroups];
+  };
+
+  template <Product P>
+  void begin(const ScoreArgs& args, float* room, Pass<P>* pass) const {
+    for (int g = 0; g < n_groups; ++g) {
+      pass->rows[g].begin(args, task.b, task.h, rows_of(g), rows_in(g),
+                          room + size_t(g) * RowScores<P>::query_floats(s), scores);
+      store(pass->states[g].row_max, broadcast(-INFINITY));
+      store(pass->states[g].shift, zero());
+      store(pass->states[g].row_sum, zero());
+    }
+  }
+
+  // P of one block and every group, as the words of product V in `scores`; add(group, sum of P,
+  // words of V, their pitch).
+  template <Product P, Product V, class Add, class Rescale>
+  void take_block(Pass<P>* pass, int64_t j, Values* values, Add add, Rescale fade,
+                  bool as_computed) {
+    KeyBlock key{};
+    const float* value = nullptr;
+    int64_t pitch = width;
+    for (int g = 0; g < n_groups; ++g) {
+      GroupState& state = pass->states[g];
+      const Kind kind = pass->rows[g].kind(j);
+      if (kind == kExcluded) continue;
+      if (!key.words.data) {
+        key = pass->rows[g].key(j, keys);
+        if constexpr (V == Product::bf16) {
+          if (!values->pairs) values->pairs = value_pairs(j);
+          value = values->pairs;
+        } else if (as_computed && a.v_scale) {
+          value = dequantized(j);
+        } else {
+          if (!values->rows) values->rows = value_rows(j, &values->pitch);
+          value = values->rows, pitch = values->pitch;
+        }
+      }
+      const F32x16 most = pass->rows[g].score(key, j, kind);
+      if (needs_rescale(state, most)) fade(g, move_shift(&state, most));
+      store(state.row_max, max_or_nan(load(state.row_max), most));
+      const F32x16 shift = load(state.shift);
+      const F32x16 sum = exponentials<V, 4>(scores, 0, kBlockK, shift, scores, zero());
+      if (V == Product::f32 && as_computed) round_weights(most, shift);
+      add(g, sum, value, pitch);
+    }
+  }
+
+  template <Product P, Product V>
+  void take_exact(Pass<P>* pass, int64_t j, Values* values) {
+    take_block<P, V>(
+        pass, j, values,
+        [&](int g, F32x16 sum, const float* v, int64_t pitch) {
+          float* row_sum = pass->states[g].row_sum;
+          store(row_sum, load(row_sum) + sum);
           for (int first = 0; first < rows_in(g); first += kRowsAtOnce) {
             float* into[kRowsAtOnce];
             for (int m = 0; m < kRowsAtOnce; ++m)
@@ -113,59 +163,23 @@ struct StepErrors {
         },
         false);
   }
-
   template <Product P, Product V>
-  void accumulate(GroupState* states) {
-    RowScores<P> rows[kMaxCheckGroups];
-    for (int g = 0; g < n_groups; ++g)
-      rows[g].begin(a, task.b, task.h, rows_of(g), rows_in(g),
-                    queries + size_t(g) * RowScores<P>::query_floats(s), scores);
-    begin(states);
-    std::memset(acc, 0, size_t(n_groups * (a.n_slots + 1) * width) * kLanes * 4);
-    std::memset(sums, 0, size_t(n_groups * (a.n_slots + 1)) * kLanes * 4);
-    each_block<P, V>(
-        rows, states,
-        [&](int g, int64_t j, F32x16 sum, const float* v, int64_t pitch) {
+  void take_computed(Pass<P>* pass, int64_t j, Values* values) {
+    take_block<P, V>(
+        pass, j, values,
+        [&](int g, F32x16 sum, const float* v, int64_t pitch) {
           add_to_steps<V>(g, j, sum, v, pitch);
         },
         [&](int g, F32x16 factors) { rescale(g, factors); }, true);
   }
 
-  void begin(GroupState* states) const {
-    std::memset(discarded, 0, size_t(width) * kRowsAtOnce * 4);
-    for (int g = 0; g < n_groups; ++g) {
-      store(states[g].row_max, broadcast(-INFINITY));
-      store(states[g].shift, zero());
-      store(states[g].row_sum, zero());
-    }
-  }
-
-  // P of every block and group, as the words of product V in `scores`; add(group, block, sum of P,
-  // words of V, their pitch).
-  template <Product P, Product V, class Add, class Rescale>
-  void each_block(RowScores<P>* rows, GroupState* states, Add add, Rescale fade, bool as_computed) {
-    for (int64_t j = 0; j < s.n_k(); ++j) {
-      KeyBlock key{};
-      const float* value = nullptr;
-      int64_t pitch = width;
-      for (int g = 0; g < n_groups; ++g) {
-        const Kind kind = rows[g].kind(j);
-        if (kind == kExcluded) continue;
-        if (!key.words.data) {
-          key = rows[g].key(j, keys);
-          if constexpr (V == Product::bf16)
-            value = value_pairs(j);
-          else
-            value = as_computed && a.v_scale ? dequantized(j) : value_rows(j, &pitch);
-        }
-        const F32x16 most = rows[g].score(key, j, kind);
-        if (needs_rescale(states[g], most)) fade(g, move_shift(&states[g], most));
-        store(states[g].row_max, max_or_nan(load(states[g].row_max), most));
-        const F32x16 shift = load(states[g].shift);
-        const F32x16 sum = exponentials<V, 4>(scores, 0, kBlockK, shift, scores, zero());
-        if (V == Product::f32 && as_computed) round_weights(most, shift);
-        add(g, j, sum, value, pitch);
-      }
+  // What the next block reads, on its way to the cache while this one is computed.
+  void fetch(const Rows& x, int64_t h, int64_t i_k, int64_t n) const {
+    const int64_t stop = (i_k + 1) * kBlockK < s.Lk ? (i_k + 1) * kBlockK : s.Lk;
+    if (!x.data || !has_dense_rows(x)) return;
+    for (int64_t l = i_k * kBlockK; l < stop; ++l) {
+      const char* row = x.row(task.b, h, l);
+      for (int64_t byte = 0; byte < n * x.stride_d; byte += 64) __builtin_prefetch(row + byte);
     }
   }
 
@@ -323,23 +337,50 @@ struct StepErrors {
     f(std::integral_constant<Product, Product::f32>());
   }
 
+  // Both passes go through the blocks together: they read the same K and V.
+  template <Product PE, Product VE, Product P, Product V>
+  void accumulate() {
+    const bool rounds = a.exact.query.data != nullptr;
+    Pass<PE> exact;
+    Pass<P> own;
+    if (rounds) begin(a.exact, exact_queries, &exact);
+    begin(a, queries, &own);
+    std::memset(discarded, 0, size_t(width) * kRowsAtOnce * 4);
+    std::memset(exact_acc, 0, size_t(n_groups * width) * kLanes * 4);
+    std::memset(acc, 0, size_t(n_groups * (a.n_slots + 1) * width) * kLanes * 4);
+    std::memset(sums, 0, size_t(n_groups * (a.n_slots + 1)) * kLanes * 4);
+    for (int64_t j = 0; j < s.n_k(); ++j) {
+      fetch(a.exact.key, h_k, j + 1, s.D);
+      fetch(a.key, h_k, j + 1, s.D);
+      fetch(a.value, h_k, j + 1, s.Dv);
+      Values values;
+      if (rounds) take_exact<PE, VE>(&exact, j, &values);
+      take_computed<P, V>(&own, j, &values);
+    }
+    for (int g = 0; g < n_groups; ++g) finish(g, rounds ? &exact.states[g] : nullptr);
+  }
+
   void run() {
-    GroupState exact[kMaxCheckGroups], own[kMaxCheckGroups];
-    const bool rounds = a.exact.query.data != nullptr, pairs = a.value.dtype != Dtype::f16;
+    const bool pairs = a.value.dtype != Dtype::f16;
     // Beside errors of 8 bits, those of bf16 pairs are small, and mostly the same in both passes.
     const bool coarse = a.precision == Precision::int8 || a.precision == Precision::int8_fast;
-    if (rounds)
-      with_row_product(a.exact, [&](auto qk) {
-        with_value_product(pairs && coarse, [&](auto pv) {
-          this->template accumulate_exact<decltype(qk)::value, decltype(pv)::value>(exact);
-        });
-      });
     with_row_product(a, [&](auto qk) {
       with_value_product(pairs && a.precision != Precision::exact && !a.v_scale, [&](auto pv) {
-        this->template accumulate<decltype(qk)::value, decltype(pv)::value>(own);
+        with_exact_product([&](auto exact_qk) {
+          with_value_product(pairs && coarse, [&](auto exact_pv) {
+            this->template accumulate<exact_qk(), exact_pv(), qk(), pv()>();
+          });
+        });
       });
     });
-    for (int g = 0; g < n_groups; ++g) finish(g, rounds ? &exact[g] : nullptr);
+  }
+  // The product of exact scores, which are never of 8 bits.
+  template <class F>
+  void with_exact_product(F f) const {
+    if (a.exact.precision == Precision::half && kScoresHalf != Product::f32)
+      f(std::integral_constant<Product, kScoresHalf>());
+    else
+      f(std::integral_constant<Product, Product::f32>());
   }
 };
 

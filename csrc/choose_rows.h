@@ -117,12 +117,12 @@ inline void draw_measured(const Surveyed& s, const Drawing& drawing, int64_t* ro
     const double off = std::fabs(s.mean[step] - drawing.reference);
     if (off < closest) closest = off, at = step;
   }
-  const double mean = s.mean[at];
+  const double mean = s.mean[at], share = 0.5 * std::min(mean / drawing.reference, 1.0);
   std::vector<double> mixed(size_t(s.n)), chance(size_t(s.n));
   double sum = 0.0, shares = 0.0;
   for (size_t i = 0; i < size_t(s.n); ++i) {
     const double own = double(s.dropped[int64_t(i) * s.n_steps + at]);
-    const double x = mean > 0.0 ? 0.5 + 0.5 * own / mean : 1.0;
+    const double x = mean > 0.0 ? 1.0 - share + share * own / mean : 1.0;
     mixed[i] = x == x ? x : 1.0;
     chance[i] = sum += s.weights[i] * mixed[i];
   }

@@ -113,10 +113,18 @@ void survey(const Tensor& query, const Tensor& key, MaybeTensor q_scale, int64_t
               [&](int64_t task, char* scratch) { k.survey(a, task, scratch); });
   }
   const int64_t heads = s.B * s.Hq;
-  run_tasks(k, 2 * heads, 64, nullptr, [&](int64_t task, char*) {
-    const int64_t head = task % heads, at = task * a.n_steps;
-    summarize(a.dropped + head * n * a.n_steps, row + head * n, weight + task * n, n, a.n_steps,
-              to_mean + at, to_dev + at, to_most + at);
+  run_tasks(k, heads, 64, nullptr, [&](int64_t head, char*) {
+    const double *base = weight + head * n, *every = weight + (heads + head) * n;
+    const bool same = std::equal(base, base + n, every);
+    for (int64_t task = head; task < 2 * heads; task += heads) {
+      const int64_t at = task * a.n_steps;
+      if (same && task >= heads)
+        for (double* x : {to_mean, to_dev, to_most})
+          std::copy_n(x + head * a.n_steps, a.n_steps, x + at);
+      else
+        summarize(a.dropped + head * n * a.n_steps, row + head * n, weight + task * n, n, a.n_steps,
+                  to_mean + at, to_dev + at, to_most + at);
+    }
   });
 }
 

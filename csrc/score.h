@@ -11,6 +11,7 @@ namespace {
 // One key block as words of the product, and the sums of its codes where the product needs them.
 struct KeyBlock {
   Words words;
+  bool in_place;  // rows instead of panels
   int32_t code_sums[kBlockK];
 };
 
@@ -76,7 +77,10 @@ struct RowScores {
     const Shape& s = a->shape;
     const bool half = rounds_to_half(a->precision, a->key.dtype);
     KeyBlock block;
-    block.words = key_words<P>(a->key, s, b, h_k, i_k, half, room);
+    block.in_place = !is_tile(P) && has_product_rows(steps) && a->key.stride_l == steps * 4 &&
+                     keys_in_place<P>(a->key, s, b, h_k, i_k, half);
+    block.words = block.in_place ? Words{a->key.row(b, h_k, i_k * kBlockK), 0}
+                                 : key_words<P>(a->key, s, b, h_k, i_k, half, room);
     if constexpr (P == Product::u8i8) {
       const int64_t held = s.Lk - i_k * kBlockK < kBlockK ? s.Lk - i_k * kBlockK : kBlockK;
       for (int64_t j = 0; j < kBlockK; ++j)
@@ -110,15 +114,19 @@ struct RowScores {
     if constexpr (is_tile(P)) {
       for (int quarter = 0; quarter < 4; ++quarter)
         tile_scores<P>(key.words, quarter, queries, steps, scores, scores + kBlockK * kLanes);
-    } else if constexpr (P == Product::u8i8) {
-      // The queries are codes + 128.
-      for (int j = 0; j < kBlockK; ++j) {
-        const int32_t offset = -128 * key.code_sums[j];
-        for (int i = 0; i < kLanes; ++i) std::memcpy(scores + j * kLanes + i, &offset, 4);
-      }
-      product<P>(key.words, kBlockK, queries, steps, scores, true);
     } else {
-      product<P>(key.words, kBlockK, queries, steps, scores, false);
+      // The queries of a byte product are codes + 128.
+      constexpr bool add = P == Product::u8i8;
+      if (add)
+        for (int j = 0; j < kBlockK; ++j) {
+          int32_t offset[kLanes];
+          for (int i = 0; i < kLanes; ++i) offset[i] = -128 * key.code_sums[j];
+          std::memcpy(scores + j * kLanes, offset, sizeof(offset));
+        }
+      if (key.in_place)
+        product_in_place<P>(key.words.data, kBlockK, queries, steps, scores, add);
+      else
+        product<P>(key.words, kBlockK, queries, steps, scores, add);
     }
   }
 };

@@ -18,8 +18,18 @@ void deviations(const DeviationArgs& a, int64_t task) {
   const int64_t bh = task / n_q, b = bh / a.H, h = bh % a.H, start = task % n_q * kBlockQ;
   const int64_t stop = start + kBlockQ < a.L ? start + kBlockQ : a.L;
   alignas(64) float mean[kMaxDim], row[kMaxDim];
+  const bool dense = has_dense_rows(a.query) && a.D % kLanes == 0;
   std::memset(mean, 0, sizeof(mean));
-  sum_rows(a.query, b, h, start, stop, a.D, mean);
+  with_dtype(a.query.dtype, [&](auto type) {
+    for (int64_t l = start; l < stop; ++l) {
+      const char* own = a.query.row(b, h, l);
+      if (!dense) read_row(a.query, own, a.D, row);
+      for (int64_t d = 0; d < width; d += kLanes) {
+        const F32x16 x = dense ? read_lanes<type()>(own + d * a.query.stride_d) : load(row + d);
+        store(mean + d, fma(x, broadcast(kLowered), load(mean + d)));
+      }
+    }
+  });
   const F32x16 raise = broadcast(float(kBlockQ) / float(stop - start));
   F32x16 squares = zero();
   for (int64_t d = 0; d < width; d += kLanes) {
@@ -29,7 +39,6 @@ void deviations(const DeviationArgs& a, int64_t task) {
   }
   // Squares of rows are those of their distances from the mean, and of the mean itself.
   float energy = lane_sum(squares) * float(stop - start);
-  const bool dense = has_dense_rows(a.query) && a.D % kLanes == 0;
   with_dtype(a.query.dtype, [&](auto type) {
     for (int64_t l = start; l < stop; ++l) {
       const char* own = a.query.row(b, h, l);

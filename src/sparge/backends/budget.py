@@ -292,14 +292,16 @@ def draw_measured(
     """`(rows, weights, dropped)` of the rows to measure, `[B, Hq, m]` and `[B, Hq, m, measured
     steps]`.
 
-    Half of the chances go by a row's weight alone, half also by what it drops. Only rows that
-    every budget surveys are drawn, so that all budgets measure the same.
+    Half of the chances go by a row's weight alone, half also by what it drops; less than half where
+    no step drops as much as REFERENCE. Only rows that every budget surveys are drawn, so that all
+    budgets measure the same.
     """
     weights, mean, dropped = surveyed.weights[0], survey.mean[0], survey.dropped
     at = (mean - REFERENCE).abs().nan_to_num(torch.inf).argmin(-1, keepdim=True)
     own = dropped.gather(-1, at[..., None, :].expand(*dropped.shape[:3], 1))[..., 0].double()
     mean = mean.gather(-1, at)
-    mixed = torch.where(mean > 0, 0.5 + 0.5 * own / mean, 1.0).nan_to_num(1.0)
+    share = 0.5 * (mean / REFERENCE).clamp(max=1.0)
+    mixed = torch.where(mean > 0, 1.0 - share + share * own / mean, 1.0).nan_to_num(1.0)
     chance = (weights * mixed).cumsum(-1)
     m = measured_rows(n_q)
     at_chance = (torch.arange(m, device=dropped.device).double() + PHASE) / m * chance[..., -1:]
