@@ -172,13 +172,15 @@ struct SurveyArgs : ScoreArgs {
   float* dropped;  // [places][n_steps]
 };
 
-// The error of every step of a budget, measured on some rows.
+// The error of some steps of a budget, measured on some rows.
 struct BudgetArgs : SurveyArgs {
+  const int32_t* slots;  // [n_steps + 1] first measured step that keeps a block of each first step
+  int n_slots;           // measured steps
   ScoreArgs exact;       // scores of the caller's own tensors
   Rows value;            // the caller's own
   Rows codes;            // 8-bit V, if attention reads it
   const float* v_scale;  // [B, Hk, n_k, Dv] of it
-  // [places][n_steps], [places][n_steps + 1], [places]
+  // [places][n_slots], [places][n_slots + 1], [places]
   double *skipping, *total, *whole;
 };
 

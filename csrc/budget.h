@@ -1,11 +1,12 @@
-// The error of each step of an error budget, measured on some rows of one head, 16 to a group.
+// The error of some steps of an error budget, measured on some rows of one head, 16 to a group.
 //
-//   acc[l]       = Σ p · v over the blocks that step l is the first to keep, l = n_steps for the
-//   rest out_s        = Σ_{l <= s} acc[l] / Σ_{l <= s} sum[l] skipping[s]  = |out_s - out_all|,
-//   total[s] = |out_s - exact|,  whole = |exact|
+//   acc[l]       = Σ p · v over the blocks that measured step l is the first to keep, l = n_slots
+//                  for the rest
+//   out_s        = Σ_{l <= s} acc[l] / Σ_{l <= s} sum[l]
+//   skipping[s]  = |out_s - out_all|,  total[s] = |out_s - exact|,  whole = |exact|
 //
 // p and v are rounded as attention rounds them; `exact` is computed from the caller's own tensors.
-// One pass over K and V serves all steps. Scores have a row per lane. The sums are [row][step]
+// One pass over K and V serves all steps. Scores have a row per lane. The sums are [row][slot]
 // [width], because a block may belong to different steps in different rows: each row adds its P · V
 // to the sum of its own step.
 #pragma once
@@ -16,18 +17,19 @@
 namespace sparge {
 namespace {
 
-// Rows of P, [key][16], times 16 channels of V, each row added to its own sums. Not inlined, for
-// the same reason as product_panel.
-SPARGE_NOINLINE inline void add_weighted_values(const float* p, const float* v, int64_t pitch,
-                                                float* const* sums, int64_t d) {
+// Rows of P, words of [key][16], times 16 channels of V, words of [key][pitch], each row added to
+// its own sums. Not inlined, for the same reason as product_panel.
+template <Product V>
+SPARGE_NOINLINE void add_weighted_values(const float* p, const float* v, int64_t pitch,
+                                         float* const* sums, int64_t d) {
   F32x16 acc[kRowsAtOnce];
 #pragma GCC unroll 16
   for (int m = 0; m < kRowsAtOnce; ++m) acc[m] = load(sums[m] + d);
-  for (int j = 0; j < kBlockK; ++j) {
-    const F32x16 x = load(v + j * pitch + d);
+  for (int j = 0; j < kBlockK / per_word(V); ++j) {
+    const auto x = words_at<V>(v + j * pitch + d);
 #pragma GCC unroll 16
     for (int m = 0; m < kRowsAtOnce; ++m)
-      acc[m] = mad_f32(acc[m], reinterpret_cast<const char*>(p + j * kLanes + m), x);
+      acc[m] = mad<V>(acc[m], reinterpret_cast<const char*>(p + j * kLanes + m), x);
   }
 #pragma GCC unroll 16
   for (int m = 0; m < kRowsAtOnce; ++m) store(sums[m] + d, acc[m]);
@@ -52,7 +54,7 @@ struct StepErrors {
     n_groups = (task.n + kLanes - 1) / kLanes;
     h_k = task.h / s.group();
     const size_t groups = size_t(kMaxCheckGroups), w = size_t(width);
-    const size_t rows_of_steps = groups * kLanes * size_t(a.n_steps + 1);
+    const size_t rows_of_steps = groups * kLanes * size_t(a.n_slots + 1);
     Arena arena{scratch};
     queries = arena.take<float>(groups * Scores::query_floats(s));
     exact_queries = arena.take<float>(groups * Scores::query_floats(s));
@@ -73,35 +75,85 @@ struct StepErrors {
     return left < kLanes ? left : kLanes;
   }
   float* acc_of(int group, int row, int step) const {
-    return acc + (int64_t(group * kLanes + row) * (a.n_steps + 1) + step) * width;
+    return acc + (int64_t(group * kLanes + row) * (a.n_slots + 1) + step) * width;
   }
   float* sums_of(int group, int row) const {
-    return sums + int64_t(group * kLanes + row) * (a.n_steps + 1);
+    return sums + int64_t(group * kLanes + row) * (a.n_slots + 1);
   }
   float* exact_of(int group, int row) const {
     return exact_acc + int64_t(group * kLanes + row) * width;
   }
 
-  // Exact outputs first, as sums: their row sums are in `states`.
+  // One block of V in the forms that were asked for.
+  struct Values {
+    const float *rows = nullptr, *pairs = nullptr, *codes = nullptr;
+    int64_t pitch = 0;
+  };
   template <Product P>
-  void accumulate_exact(GroupState* states) {
+  struct Pass {
     RowScores<P> rows[kMaxCheckGroups];
-    for (int g = 0; g < n_groups; ++g)
-      rows[g].begin(a.exact, task.b, task.h, rows_of(g), rows_in(g),
-                    exact_queries + size_t(g) * RowScores<P>::query_floats(s), scores);
-    begin(states);
-    std::memset(exact_acc, 0, size_t(n_groups * width) * kLanes * 4);
-    each_block(
-        rows, states,
-        [&](int g, int64_t, F32x16 sum, const float* v, int64_t pitch) {
-          store(states[g].row_sum, load(states[g].row_sum) + sum);
+    GroupState states[kMaxCheckGroups];
+  };
+
+  template <Product P>
+  void begin(const ScoreArgs& args, float* room, Pass<P>* pass) const {
+    for (int g = 0; g < n_groups; ++g) {
+      pass->rows[g].begin(args, task.b, task.h, rows_of(g), rows_in(g),
+                          room + size_t(g) * RowScores<P>::query_floats(s), scores);
+      store(pass->states[g].row_max, broadcast(-INFINITY));
+      store(pass->states[g].shift, zero());
+      store(pass->states[g].row_sum, zero());
+    }
+  }
+
+  // P of one block and every group, as the words of product V in `scores`; add(group, sum of P,
+  // words of V, their pitch).
+  template <Product P, Product V, class Add, class Rescale>
+  void take_block(Pass<P>* pass, int64_t j, Values* values, Add add, Rescale fade,
+                  bool as_computed) {
+    KeyBlock key{};
+    const float* value = nullptr;
+    int64_t pitch = width;
+    for (int g = 0; g < n_groups; ++g) {
+      GroupState& state = pass->states[g];
+      const Kind kind = pass->rows[g].kind(j);
+      if (kind == kExcluded) continue;
+      if (!key.words.data) {
+        key = pass->rows[g].key(j, keys);
+        if constexpr (V == Product::bf16) {
+          if (!values->pairs) values->pairs = value_pairs(j);
+          value = values->pairs;
+        } else if (as_computed && a.v_scale) {
+          value = dequantized(j);
+        } else {
+          if (!values->rows) values->rows = value_rows(j, &values->pitch);
+          value = values->rows, pitch = values->pitch;
+        }
+      }
+      const F32x16 most = pass->rows[g].score(key, j, kind);
+      if (needs_rescale(state, most)) fade(g, move_shift(&state, most));
+      store(state.row_max, max_or_nan(load(state.row_max), most));
+      const F32x16 shift = load(state.shift);
+      const F32x16 sum = exponentials<V, 4>(scores, 0, kBlockK, shift, scores, zero());
+      if (V == Product::f32 && as_computed) round_weights(most, shift);
+      add(g, sum, value, pitch);
+    }
+  }
+
+  template <Product P, Product V>
+  void take_exact(Pass<P>* pass, int64_t j, Values* values) {
+    take_block<P, V>(
+        pass, j, values,
+        [&](int g, F32x16 sum, const float* v, int64_t pitch) {
+          float* row_sum = pass->states[g].row_sum;
+          store(row_sum, load(row_sum) + sum);
           for (int first = 0; first < rows_in(g); first += kRowsAtOnce) {
             float* into[kRowsAtOnce];
             for (int m = 0; m < kRowsAtOnce; ++m)
               into[m] =
                   first + m < rows_in(g) ? exact_of(g, first + m) : discarded + int64_t(m) * width;
             for (int64_t d = 0; d < width; d += kLanes)
-              add_weighted_values(scores + first, v, pitch, into, d);
+              add_weighted_values<V>(scores + first, v, pitch, into, d);
           }
         },
         [&](int g, F32x16 factors) {
@@ -111,55 +163,23 @@ struct StepErrors {
         },
         false);
   }
-
-  template <Product P>
-  void accumulate(GroupState* states) {
-    RowScores<P> rows[kMaxCheckGroups];
-    for (int g = 0; g < n_groups; ++g)
-      rows[g].begin(a, task.b, task.h, rows_of(g), rows_in(g),
-                    queries + size_t(g) * RowScores<P>::query_floats(s), scores);
-    begin(states);
-    std::memset(acc, 0, size_t(n_groups * (a.n_steps + 1) * width) * kLanes * 4);
-    std::memset(sums, 0, size_t(n_groups * (a.n_steps + 1)) * kLanes * 4);
-    each_block(
-        rows, states,
-        [&](int g, int64_t j, F32x16 sum, const float* v, int64_t pitch) {
-          add_to_steps(g, j, sum, v, pitch);
+  template <Product P, Product V>
+  void take_computed(Pass<P>* pass, int64_t j, Values* values) {
+    take_block<P, V>(
+        pass, j, values,
+        [&](int g, F32x16 sum, const float* v, int64_t pitch) {
+          add_to_steps<V>(g, j, sum, v, pitch);
         },
         [&](int g, F32x16 factors) { rescale(g, factors); }, true);
   }
 
-  void begin(GroupState* states) const {
-    std::memset(discarded, 0, size_t(width) * kRowsAtOnce * 4);
-    for (int g = 0; g < n_groups; ++g) {
-      store(states[g].row_max, broadcast(-INFINITY));
-      store(states[g].shift, zero());
-      store(states[g].row_sum, zero());
-    }
-  }
-
-  // P of every block and group, in `scores`; add(group, block, sum of P, rows of V, their pitch).
-  template <Product P, class Add, class Rescale>
-  void each_block(RowScores<P>* rows, GroupState* states, Add add, Rescale fade, bool as_computed) {
-    for (int64_t j = 0; j < s.n_k(); ++j) {
-      KeyBlock key{};
-      const float* value = nullptr;
-      int64_t pitch = width;
-      for (int g = 0; g < n_groups; ++g) {
-        const Kind kind = rows[g].kind(j);
-        if (kind == kExcluded) continue;
-        if (!key.words.data) {
-          key = rows[g].key(j, keys);
-          value = as_computed && a.v_scale ? dequantized(j) : value_rows(j, &pitch);
-        }
-        const F32x16 most = rows[g].score(key, j, kind);
-        if (needs_rescale(states[g], most)) fade(g, move_shift(&states[g], most));
-        store(states[g].row_max, max_or_nan(load(states[g].row_max), most));
-        const F32x16 shift = load(states[g].shift);
-        const F32x16 sum = exponentials<Product::f32, 6>(scores, 0, kBlockK, shift, scores, zero());
-        if (as_computed) round_weights(most, shift);
-        add(g, j, sum, value, pitch);
-      }
+  // What the next block reads, on its way to the cache while this one is computed.
+  void fetch(const Rows& x, int64_t h, int64_t i_k, int64_t n) const {
+    const int64_t stop = (i_k + 1) * kBlockK < s.Lk ? (i_k + 1) * kBlockK : s.Lk;
+    if (!x.data || !has_dense_rows(x)) return;
+    for (int64_t l = i_k * kBlockK; l < stop; ++l) {
+      const char* row = x.row(task.b, h, l);
+      for (int64_t byte = 0; byte < n * x.stride_d; byte += 64) __builtin_prefetch(row + byte);
     }
   }
 
@@ -175,8 +195,11 @@ struct StepErrors {
       return;
     }
     if (a.value.dtype == Dtype::f16) return;
-    for (int j = 0; j < kBlockK; ++j)
-      store(scores + j * kLanes, half_of(load(scores + j * kLanes)));
+    for (int j = 0; j < kBlockK; ++j) {
+      alignas(64) uint16_t half[kLanes];
+      store_bf16(half, load(scores + j * kLanes));
+      store(scores + j * kLanes, load_bf16(half));
+    }
   }
 
   static void scale_row(float* row, int64_t n, float factor) {
@@ -187,9 +210,10 @@ struct StepErrors {
     alignas(64) float factor[kLanes];
     store(factor, factors);
     for (int i = 0; i < rows_in(group); ++i) {
-      scale_row(acc_of(group, i, 0), (a.n_steps + 1) * width, factor[i]);
+      if (factor[i] == 1.0f) continue;
+      scale_row(acc_of(group, i, 0), (a.n_slots + 1) * width, factor[i]);
       float* row_sums = sums_of(group, i);
-      for (int step = 0; step <= a.n_steps; ++step) row_sums[step] *= factor[i];
+      for (int slot = 0; slot <= a.n_slots; ++slot) row_sums[slot] *= factor[i];
     }
   }
 
@@ -207,6 +231,21 @@ struct StepErrors {
     std::memset(values + n * width, 0, size_t((kBlockK - n) * width) * 4);
     return values;
   }
+  // The same as pairs of bf16, two keys to a word.
+  const float* value_pairs(int64_t i_k) const {
+    const int64_t start = i_k * kBlockK, n = s.Lk - start < kBlockK ? s.Lk - start : kBlockK;
+    int32_t* words = reinterpret_cast<int32_t*>(values);
+    with_dtype(a.value.dtype, [&](auto type) {
+      for (int64_t j = 0; j < kBlockK; j += 2, words += width) {
+        const char *low = a.value.row(task.b, h_k, start + j), *high = low + a.value.stride_l;
+        for (int64_t d = 0; d < width; d += kLanes)
+          istore(words + d,
+                 pair_bf16(j < n ? value_lanes<type()>(a.value, low, d, s.Dv) : zero(),
+                           j + 1 < n ? value_lanes<type()>(a.value, high, d, s.Dv) : zero()));
+      }
+    });
+    return values;
+  }
   // The same of 8-bit V.
   const float* dequantized(int64_t i_k) const {
     const int64_t start = i_k * kBlockK, n = s.Lk - start < kBlockK ? s.Lk - start : kBlockK;
@@ -222,6 +261,7 @@ struct StepErrors {
     return codes;
   }
 
+  template <Product V>
   void add_to_steps(int group, int64_t i_k, F32x16 sum, const float* value, int64_t pitch) {
     alignas(64) float own_sum[kLanes];
     store(own_sum, sum);
@@ -235,11 +275,12 @@ struct StepErrors {
         const int32_t step =
             a.first_steps[((task.b * s.Hq + task.h) * s.n_q() + i_q) * s.n_k() + i_k];
         if (step < 0) continue;  // a block that the row's query block may not attend
-        into[m] = acc_of(group, i, step);
-        sums_of(group, i)[step] += own_sum[i];
+        const int32_t slot = a.slots[step];
+        into[m] = acc_of(group, i, slot);
+        sums_of(group, i)[slot] += own_sum[i];
       }
       for (int64_t d = 0; d < width; d += kLanes)
-        add_weighted_values(scores + first_row, value, pitch, into, d);
+        add_weighted_values<V>(scores + first_row, value, pitch, into, d);
     }
   }
 
@@ -248,28 +289,28 @@ struct StepErrors {
   void finish(int group, const GroupState* exact) {
     for (int i = 0; i < rows_in(group); ++i) {
       const int64_t place = task.place[group * kLanes + i];
-      double *skipping = a.skipping + place * a.n_steps, *total = a.total + place * (a.n_steps + 1);
+      double *skipping = a.skipping + place * a.n_slots, *total = a.total + place * (a.n_slots + 1);
       float* row_sums = sums_of(group, i);
-      for (int step = 1; step <= a.n_steps; ++step) {
+      for (int step = 1; step <= a.n_slots; ++step) {
         float *own = acc_of(group, i, step), *before = acc_of(group, i, step - 1);
         for (int64_t d = 0; d < width; d += kLanes)
           store(own + d, load(own + d) + load(before + d));
         row_sums[step] += row_sums[step - 1];
       }
-      float* every = acc_of(group, i, a.n_steps);
-      scale_row(every, width, inverse_of(row_sums[a.n_steps]));
+      float* every = acc_of(group, i, a.n_slots);
+      scale_row(every, width, inverse_of(row_sums[a.n_slots]));
       float* truth = every;
       if (exact) {
         truth = exact_of(group, i);
         scale_row(truth, width, inverse_of(exact->row_sum[i]));
       }
       a.whole[place] = distance(truth, 1.0f, nullptr);
-      for (int step = 0; step < a.n_steps; ++step) {
+      for (int step = 0; step < a.n_slots; ++step) {
         const float inverse = inverse_of(row_sums[step]);
         skipping[step] = distance(acc_of(group, i, step), inverse, every);
         total[step] = exact ? distance(acc_of(group, i, step), inverse, truth) : skipping[step];
       }
-      total[a.n_steps] = exact ? distance(every, 1.0f, truth) : 0.0;
+      total[a.n_slots] = exact ? distance(every, 1.0f, truth) : 0.0;
     }
   }
   // Σ |x · factor - y|.
@@ -288,16 +329,58 @@ struct StepErrors {
   // 1 / sum; 0 for a row that attends nothing.
   static float inverse_of(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
-  void run() {
-    GroupState exact[kMaxCheckGroups], own[kMaxCheckGroups];
+  // Calls f with the product of P · V: pairs of bf16 where attention computes it so, else fp32.
+  template <class F>
+  static void with_value_product(bool pairs, F f) {
+    if constexpr (kHasPairs)
+      if (pairs) return f(std::integral_constant<Product, Product::bf16>());
+    f(std::integral_constant<Product, Product::f32>());
+  }
+
+  // Both passes go through the blocks together: they read the same K and V.
+  template <Product PE, Product VE, Product P, Product V>
+  void accumulate() {
     const bool rounds = a.exact.query.data != nullptr;
-    if (rounds)
-      with_row_product(a.exact, [&](auto product) {
-        this->template accumulate_exact<decltype(product)::value>(exact);
+    Pass<PE> exact;
+    Pass<P> own;
+    if (rounds) begin(a.exact, exact_queries, &exact);
+    begin(a, queries, &own);
+    std::memset(discarded, 0, size_t(width) * kRowsAtOnce * 4);
+    std::memset(exact_acc, 0, size_t(n_groups * width) * kLanes * 4);
+    std::memset(acc, 0, size_t(n_groups * (a.n_slots + 1) * width) * kLanes * 4);
+    std::memset(sums, 0, size_t(n_groups * (a.n_slots + 1)) * kLanes * 4);
+    for (int64_t j = 0; j < s.n_k(); ++j) {
+      fetch(a.exact.key, h_k, j + 1, s.D);
+      fetch(a.key, h_k, j + 1, s.D);
+      fetch(a.value, h_k, j + 1, s.Dv);
+      Values values;
+      if (rounds) take_exact<PE, VE>(&exact, j, &values);
+      take_computed<P, V>(&own, j, &values);
+    }
+    for (int g = 0; g < n_groups; ++g) finish(g, rounds ? &exact.states[g] : nullptr);
+  }
+
+  void run() {
+    const bool pairs = a.value.dtype != Dtype::f16;
+    // Beside errors of 8 bits, those of bf16 pairs are small, and mostly the same in both passes.
+    const bool coarse = a.precision == Precision::int8 || a.precision == Precision::int8_fast;
+    with_row_product(a, [&](auto qk) {
+      with_value_product(pairs && a.precision != Precision::exact && !a.v_scale, [&](auto pv) {
+        with_exact_product([&](auto exact_qk) {
+          with_value_product(pairs && coarse, [&](auto exact_pv) {
+            this->template accumulate<exact_qk(), exact_pv(), qk(), pv()>();
+          });
+        });
       });
-    with_row_product(
-        a, [&](auto product) { this->template accumulate<decltype(product)::value>(own); });
-    for (int g = 0; g < n_groups; ++g) finish(g, rounds ? &exact[g] : nullptr);
+    });
+  }
+  // The product of exact scores, which are never of 8 bits.
+  template <class F>
+  void with_exact_product(F f) const {
+    if (a.exact.precision == Precision::half && kScoresHalf != Product::f32)
+      f(std::integral_constant<Product, kScoresHalf>());
+    else
+      f(std::integral_constant<Product, Product::f32>());
   }
 };
 

@@ -92,6 +92,18 @@ inline void pack_queries(const Rows& x, const char* const* rows, int n, int64_t 
     for (int s = 0; s < steps * kLanes; ++s) bits[s] ^= 0x80808080u;
 }
 
+// Whether the rows of a key block are the words of a product as they lie in memory.
+template <Product P>
+inline bool keys_in_place(const Rows& x, const Shape& s, int64_t b, int64_t h, int64_t i_k,
+                          bool half) {
+  const bool same_type = P == Product::f32 ? x.dtype == Dtype::f32 && !half
+                         : P == Product::bf16 || P == Product::tile_bf16 ? x.dtype == Dtype::bf16
+                                                                         : P != Product::i16;
+  return same_type && (i_k + 1) * kBlockK <= s.Lk && has_dense_rows(x) &&
+         s.D * x.stride_d == int64_t(steps_of(P, s.D)) * 4 && x.stride_l % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(x.row(b, h, i_k * kBlockK)) % 4 == 0;
+}
+
 // A of the scores: one key block, in panels; or as rows for the tile unit, in place if possible.
 // `scratch` has room for two blocks of words.
 template <Product P>
@@ -101,14 +113,9 @@ inline Words key_words(const Rows& x, const Shape& s, int64_t b, int64_t h, int6
   const int64_t n = s.Lk - first < kBlockK ? s.Lk - first : kBlockK;
   const int steps = steps_of(P, s.D);
   const int64_t row_bytes = int64_t(steps) * 4;
-  const bool same_type = P == Product::f32 ? x.dtype == Dtype::f32 && !half
-                         : P == Product::bf16 || P == Product::tile_bf16 ? x.dtype == Dtype::bf16
-                                                                         : P != Product::i16;
-  const bool in_place = same_type && n == kBlockK && has_dense_rows(x) &&
-                        s.D * x.stride_d == row_bytes && x.stride_l % 4 == 0;
   const char* rows = x.row(b, h, first);
   int64_t pitch = x.stride_l;
-  if (!in_place || reinterpret_cast<uintptr_t>(rows) % 4) {
+  if (!keys_in_place<P>(x, s, b, h, i_k, half)) {
     uint32_t* words = reinterpret_cast<uint32_t*>(scratch);
     for (int64_t j = 0; j < n; ++j)
       pack_row<P>(x, x.row(b, h, first + j), s.D, steps, half, words + j * steps);

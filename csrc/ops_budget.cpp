@@ -2,7 +2,7 @@
 //
 //   deviations   distance of every query from the mean of its block: which rows to look at
 //   survey       the mass that each step drops from some rows, and its statistics
-//   step_errors  the error of each step on some rows, as computed against exact
+//   step_errors  the error of some steps on some rows, as computed against exact
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -113,10 +113,18 @@ void survey(const Tensor& query, const Tensor& key, MaybeTensor q_scale, int64_t
               [&](int64_t task, char* scratch) { k.survey(a, task, scratch); });
   }
   const int64_t heads = s.B * s.Hq;
-  run_tasks(k, 2 * heads, 64, nullptr, [&](int64_t task, char*) {
-    const int64_t head = task % heads, at = task * a.n_steps;
-    summarize(a.dropped + head * n * a.n_steps, row + head * n, weight + task * n, n, a.n_steps,
-              to_mean + at, to_dev + at, to_most + at);
+  run_tasks(k, heads, 64, nullptr, [&](int64_t head, char*) {
+    const double *base = weight + head * n, *every = weight + (heads + head) * n;
+    const bool same = std::equal(base, base + n, every);
+    for (int64_t task = head; task < 2 * heads; task += heads) {
+      const int64_t at = task * a.n_steps;
+      if (same && task >= heads)
+        for (double* x : {to_mean, to_dev, to_most})
+          std::copy_n(x + head * a.n_steps, a.n_steps, x + at);
+      else
+        summarize(a.dropped + head * n * a.n_steps, row + head * n, weight + task * n, n, a.n_steps,
+                  to_mean + at, to_dev + at, to_most + at);
+    }
   });
 }
 
@@ -124,8 +132,9 @@ void step_errors(const Tensor& query, const Tensor& key, MaybeTensor q_scale,
                  int64_t q_rows_per_scale, MaybeTensor k_scale, int64_t k_rows_per_scale,
                  int64_t precision, double softmax_scale, MaybeTensor exact_query,
                  MaybeTensor exact_key, const Tensor& value, MaybeTensor codes, MaybeTensor v_scale,
-                 const Tensor& first_steps, const Tensor& rows, MaybeTensor mask, MaybeTensor kinds,
-                 bool is_causal, int64_t offset, Tensor skipping, Tensor total, Tensor whole,
+                 const Tensor& first_steps, int64_t n_steps, const Tensor& steps,
+                 const Tensor& rows, MaybeTensor mask, MaybeTensor kinds, bool is_causal,
+                 int64_t offset, Tensor skipping, Tensor total, Tensor whole,
                  int64_t isa) {
   const Kernels& k = kernels_of(isa);
   Arguments arguments;
@@ -156,15 +165,23 @@ void step_errors(const Tensor& query, const Tensor& key, MaybeTensor q_scale,
   }
   const int64_t* row = arguments.read<int64_t>("rows", rows, {s.B, s.Hq, kAny});
   const int64_t n = rows.size(2);
-  a.skipping = arguments.write<double>("skipping", skipping, {s.B, s.Hq, n, kAny});
-  a.n_steps = int(in_range("the number of steps of skipping", skipping.size(3), 1, kMaxSteps));
-  a.total = arguments.write<double>("total", total, {s.B, s.Hq, n, a.n_steps + 1});
+  a.n_steps = int(in_range("n_steps", n_steps, 1, kMaxSteps));
+  const int32_t* measured = arguments.read<int32_t>("steps", steps, {kAny});
+  a.n_slots = int(in_range("the number of steps", steps.size(0), 1, kMaxSteps));
+  int32_t slots[kMaxSteps + 1] = {};
+  for (int i = 0; i < a.n_slots; ++i) {
+    in_range("steps", measured[i], i ? measured[i - 1] + 1 : 0, a.n_steps - 1);
+    for (int step = measured[i] + 1; step <= a.n_steps; ++step) slots[step] = i + 1;
+  }
+  a.slots = slots;
+  a.skipping = arguments.write<double>("skipping", skipping, {s.B, s.Hq, n, a.n_slots});
+  a.total = arguments.write<double>("total", total, {s.B, s.Hq, n, a.n_slots + 1});
   a.whole = arguments.write<double>("whole", whole, {s.B, s.Hq, n});
   a.first_steps = read_steps(k, &arguments, first_steps, s, a.n_steps);
   const std::vector<RowTask> tasks = tasks_of(row, n, s);
   const int64_t places = s.B * s.Hq * n;
-  std::fill(a.skipping, a.skipping + places * a.n_steps, 0.0);
-  std::fill(a.total, a.total + places * (a.n_steps + 1), 0.0);
+  std::fill(a.skipping, a.skipping + places * a.n_slots, 0.0);
+  std::fill(a.total, a.total + places * (a.n_slots + 1), 0.0);
   std::fill(a.whole, a.whole + places, 0.0);
   if (tasks.empty()) return;
   a.tasks = tasks.data();
@@ -186,8 +203,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sparge_cpu, m) {
       "step_errors(Tensor query, Tensor key, Tensor? q_scale, int q_rows_per_scale, "
       "Tensor? k_scale, int k_rows_per_scale, int precision, float softmax_scale, "
       "Tensor? exact_query, Tensor? exact_key, Tensor value, Tensor? codes, Tensor? v_scale, "
-      "Tensor first_steps, Tensor rows, Tensor? mask, Tensor? kinds, bool is_causal, int offset, "
-      "Tensor(a!) skipping, Tensor(b!) total, Tensor(c!) whole, int isa) -> ()");
+      "Tensor first_steps, int n_steps, Tensor steps, Tensor rows, Tensor? mask, Tensor? kinds, "
+      "bool is_causal, int offset, Tensor(a!) skipping, Tensor(b!) total, Tensor(c!) whole, "
+      "int isa) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(sparge_cpu, CPU, m) {
   m.impl("deviations", TORCH_BOX(&deviations));

@@ -120,6 +120,43 @@ inline void product(Words a, int64_t m, const float* b, int steps, float* c, boo
     else
       product_panel<P, false>(a.data, b, steps, c + i * kLanes);
 }
+// The same for A as rows without gaps between them, which are read in place. The number of steps is
+// a constant: then the rows are offsets of one address.
+template <Product P, int kSteps>
+SPARGE_NOINLINE void product_rows(const char* a, int64_t m, const float* b, float* c, bool add) {
+  using A = Acc<P>;
+  for (int64_t i = 0; i < m; i += kRowsAtOnce, a += int64_t(kRowsAtOnce) * kSteps * 4) {
+    float* out = c + i * kLanes;
+    typename A::T acc[kRowsAtOnce];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRowsAtOnce; ++r) acc[r] = add ? A::get(out + r * kLanes) : A::none();
+#pragma GCC unroll 4
+    for (int s = 0; s < kSteps; ++s) {
+      const auto words = words_at<P>(b + s * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRowsAtOnce; ++r)
+        acc[r] = mad<P>(acc[r], a + (r * kSteps + s) * 4, words);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRowsAtOnce; ++r) A::put(out + r * kLanes, acc[r]);
+  }
+}
+// Whether there is such a product.
+constexpr bool has_product_rows(int steps) {
+  return steps == 16 || steps == 32 || steps == 64 || steps == 128;
+}
+template <Product P>
+inline void product_in_place(const char* a, int64_t m, const float* b, int steps, float* c,
+                             bool add) {
+  if (steps == 16)
+    product_rows<P, 16>(a, m, b, c, add);
+  else if (steps == 32)
+    product_rows<P, 32>(a, m, b, c, add);
+  else if (steps == 64)
+    product_rows<P, 64>(a, m, b, c, add);
+  else
+    product_rows<P, 128>(a, m, b, c, add);
+}
 // Panels without gaps.
 inline Words panels_of(const void* data, int steps) {
   return {static_cast<const char*>(data), int64_t(steps) * kRowsAtOnce * 4};

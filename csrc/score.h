@@ -11,6 +11,7 @@ namespace {
 // One key block as words of the product, and the sums of its codes where the product needs them.
 struct KeyBlock {
   Words words;
+  bool in_place;  // rows instead of panels
   int32_t code_sums[kBlockK];
 };
 
@@ -20,6 +21,7 @@ struct RowScores {
   int64_t b, h, h_k;
   const int64_t* row_of;
   int n, steps;
+  int64_t first_block, last_block;  // of the rows, which need not ascend
   float *queries, *scores;  // scores: [64][16], and as much again for the tile unit
   alignas(64) float factor[kLanes];
   alignas(64) float scales[kBlockK];
@@ -35,10 +37,14 @@ struct RowScores {
     a = &args, b = b_, h = h_, h_k = h / args.shape.group();
     row_of = rows, n = n_rows, steps = steps_of(P, args.shape.D);
     queries = query_room, scores = score_room;
+    first_block = last_block = row_of[0] / kBlockQ;
     const char* at[kLanes];
     std::memset(factor, 0, sizeof(factor));
     for (int i = 0; i < n; ++i) {
       at[i] = args.query.row(b, h, row_of[i]);
+      const int64_t block = row_of[i] / kBlockQ;
+      first_block = block < first_block ? block : first_block;
+      last_block = block > last_block ? block : last_block;
       factor[i] = float(args.softmax_scale * 1.4426950408889634);
       if (args.q_scale.data)
         factor[i] = args.q_scale.of(b * args.shape.Hq + h, row_of[i]) * factor[i];
@@ -50,6 +56,12 @@ struct RowScores {
 
   // The kind of one key block for all rows together.
   Kind kind(int64_t i_k) const {
+    if (!a->tokens.kinds) {
+      // Under the diagonal alone, later query blocks attend what earlier ones do.
+      const Kind most = a->tokens.kind(a->shape, b, h, last_block, i_k);
+      if (most == kExcluded) return kExcluded;
+      return a->tokens.kind(a->shape, b, h, first_block, i_k) == kOpen ? kOpen : kMixed;
+    }
     int least = kOpen;
     bool some = false;
     for (int i = 0; i < n; ++i) {
@@ -65,7 +77,10 @@ struct RowScores {
     const Shape& s = a->shape;
     const bool half = rounds_to_half(a->precision, a->key.dtype);
     KeyBlock block;
-    block.words = key_words<P>(a->key, s, b, h_k, i_k, half, room);
+    block.in_place = !is_tile(P) && has_product_rows(steps) && a->key.stride_l == steps * 4 &&
+                     keys_in_place<P>(a->key, s, b, h_k, i_k, half);
+    block.words = block.in_place ? Words{a->key.row(b, h_k, i_k * kBlockK), 0}
+                                 : key_words<P>(a->key, s, b, h_k, i_k, half, room);
     if constexpr (P == Product::u8i8) {
       const int64_t held = s.Lk - i_k * kBlockK < kBlockK ? s.Lk - i_k * kBlockK : kBlockK;
       for (int64_t j = 0; j < kBlockK; ++j)
@@ -99,15 +114,19 @@ struct RowScores {
     if constexpr (is_tile(P)) {
       for (int quarter = 0; quarter < 4; ++quarter)
         tile_scores<P>(key.words, quarter, queries, steps, scores, scores + kBlockK * kLanes);
-    } else if constexpr (P == Product::u8i8) {
-      // The queries are codes + 128.
-      for (int j = 0; j < kBlockK; ++j) {
-        const int32_t offset = -128 * key.code_sums[j];
-        for (int i = 0; i < kLanes; ++i) std::memcpy(scores + j * kLanes + i, &offset, 4);
-      }
-      product<P>(key.words, kBlockK, queries, steps, scores, true);
     } else {
-      product<P>(key.words, kBlockK, queries, steps, scores, false);
+      // The queries of a byte product are codes + 128.
+      constexpr bool add = P == Product::u8i8;
+      if (add)
+        for (int j = 0; j < kBlockK; ++j) {
+          int32_t offset[kLanes];
+          for (int i = 0; i < kLanes; ++i) offset[i] = -128 * key.code_sums[j];
+          std::memcpy(scores + j * kLanes, offset, sizeof(offset));
+        }
+      if (key.in_place)
+        product_in_place<P>(key.words.data, kBlockK, queries, steps, scores, add);
+      else
+        product<P>(key.words, kBlockK, queries, steps, scores, add);
     }
   }
 };

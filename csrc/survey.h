@@ -18,23 +18,41 @@ void deviations(const DeviationArgs& a, int64_t task) {
   const int64_t bh = task / n_q, b = bh / a.H, h = bh % a.H, start = task % n_q * kBlockQ;
   const int64_t stop = start + kBlockQ < a.L ? start + kBlockQ : a.L;
   alignas(64) float mean[kMaxDim], row[kMaxDim];
-  alignas(64) float block[kBlockQ * kMaxDim];
+  const bool dense = has_dense_rows(a.query) && a.D % kLanes == 0;
   std::memset(mean, 0, sizeof(mean));
-  for (int64_t l = start; l < stop; ++l) {
-    float* own = block + (l - start) * width;
-    read_row(a.query, a.query.row(b, h, l), a.D, own);
-    for (int64_t d = 0; d < width; d += kLanes)
-      store(mean + d, fma(load(own + d), broadcast(kLowered), load(mean + d)));
-  }
+  with_dtype(a.query.dtype, [&](auto type) {
+    for (int64_t l = start; l < stop; ++l) {
+      const char* own = a.query.row(b, h, l);
+      if (!dense) read_row(a.query, own, a.D, row);
+      for (int64_t d = 0; d < width; d += kLanes) {
+        const F32x16 x = dense ? read_lanes<type()>(own + d * a.query.stride_d) : load(row + d);
+        store(mean + d, fma(x, broadcast(kLowered), load(mean + d)));
+      }
+    }
+  });
   const F32x16 raise = broadcast(float(kBlockQ) / float(stop - start));
-  for (int64_t d = 0; d < width; d += kLanes) store(mean + d, load(mean + d) * raise);
-  float energy = 0.0f;
-  for (int64_t l = start; l < stop; ++l) {
-    const float* own = block + (l - start) * width;
-    for (int64_t d = 0; d < width; d += kLanes) store(row + d, load(own + d) - load(mean + d));
-    a.deviation[bh * a.L + l] = dot(row, row, width);
-    energy += dot(own, own, width);
+  F32x16 squares = zero();
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const F32x16 x = load(mean + d) * raise;
+    store(mean + d, x);
+    squares = fma(x, x, squares);
   }
+  // Squares of rows are those of their distances from the mean, and of the mean itself.
+  float energy = lane_sum(squares) * float(stop - start);
+  with_dtype(a.query.dtype, [&](auto type) {
+    for (int64_t l = start; l < stop; ++l) {
+      const char* own = a.query.row(b, h, l);
+      if (!dense) read_row(a.query, own, a.D, row);
+      F32x16 sum = zero();
+      for (int64_t d = 0; d < width; d += kLanes) {
+        const F32x16 x = dense ? read_lanes<type()>(own + d * a.query.stride_d) : load(row + d);
+        sum = fma(x - load(mean + d), x - load(mean + d), sum);
+      }
+      const float off = lane_sum(sum);
+      a.deviation[bh * a.L + l] = off;
+      energy += off;
+    }
+  });
   a.energy[task] = energy;
 }
 
@@ -93,8 +111,8 @@ struct DroppedMasses {
         const F32x16 shift = select(less(broadcast(-INFINITY), highest), highest, zero());
         F32x16 even = zero(), odd = zero();
         for (int i = 0; i < kBlockK; i += 2) {
-          even = even + exp2<6>(load(scores + i * kLanes) - shift);
-          odd = odd + exp2<6>(load(scores + (i + 1) * kLanes) - shift);
+          even = even + exp2<4>(load(scores + i * kLanes) - shift);
+          odd = odd + exp2<4>(load(scores + (i + 1) * kLanes) - shift);
         }
         store(own_max, highest);
         store(own_sum, even + odd);

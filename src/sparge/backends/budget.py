@@ -4,10 +4,10 @@
                 not depend on the budget.
     surveyed    a few rows of each query block, scored in the call's precision: the mass that each
                 step drops from them
-    measured    some of these, completed with V: the error of each step, exact rows against rows as
-                they are computed
+    measured    some of these, completed with V: the error of every third step, exact rows against
+                rows as they are computed
     error(s)    error per dropped mass, on measured rows, x dropped mass on surveyed rows
-                + what quantization adds, on measured rows
+                + what quantization adds, on measured rows; both at the measured step next to s
     taken       the sparsest step of which, and of all denser ones, an upper bound of the error is
                 within the budget
 
@@ -39,6 +39,10 @@ MISSING = (
 )
 """1 - mass of each step: 0.5 … 0.00012, falling by a sixth of an octave, then by a third."""
 N_STEPS = len(MISSING)
+MEASURED_STEPS = tuple(range(1, N_STEPS, 3))
+"""Steps that measured rows look at. The error per dropped mass and what quantization adds vary
+slowly: a step takes those of the measured step next to it."""
+NEXT_MEASURED = tuple(min(step // 3, len(MEASURED_STEPS) - 1) for step in range(N_STEPS))
 SMALL_BUDGET = 0.03
 """Budgets below this survey twice the rows, up to MOST_ROWS of a query block."""
 FEW_BLOCKS, MANY_BLOCKS = 32, 64
@@ -52,6 +56,9 @@ FAR_SHARE = 16
 """One row of 16 of a query block, those farthest from its mean, are a stratum of their own."""
 MEASURED = 32
 """Measured rows of a head; half of them with fewer than FEW_BLOCKS query blocks."""
+PHASE = 0.4837
+"""Where in its share of the chances each measured row is drawn: not at a fraction that equal
+weights could tie with."""
 REFERENCE = 0.03
 """Measured rows are drawn by what they drop at the step whose rows drop this much on average."""
 Z = 1.64
@@ -68,8 +75,14 @@ RAISE_FROM = 0.8
 """Quantization alone may take this share of the budget before the precision is raised."""
 PRIOR = 0.01
 """Dropped mass by which the error per mass of one step leans on that of all sparse steps."""
-_SPARSE_STEPS = sum(missing >= 0.01 for missing in MISSING)
-_TWICE = [sum(other >= 2 * missing for other in MISSING) for missing in MISSING]
+LEAST_RATE, SPARSE_RATE, MOST_RATE = 0.05, 3.0, 4.0
+"""Error per mass: of all sparse steps at least and at most, of one step at most."""
+SPARSE_STEPS = sum(MISSING[step] >= 0.01 for step in MEASURED_STEPS)
+"""Of the measured steps."""
+SPARSER = tuple(
+    max(sum(other >= 2 * missing for other in MISSING) - 1, 0) for missing in MISSING
+)
+"""The last step with at least twice the missing mass of each step."""
 _MASK32 = 0xFFFFFFFF
 
 
@@ -110,9 +123,9 @@ def summarize(surveyed: SurveyedRows, dropped: Tensor) -> Survey:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of measured rows `[B, Hq, m]`, sums over the channels, fp64: |kept - all| of each step, both
-    as computed; |kept as computed - all exactly|, the last one for everything kept; |all exactly|;
-    their weights, and what each step drops from them."""
+    """Of measured rows `[B, Hq, m]`, sums over the channels, fp64: |kept - all| of each measured
+    step, both as computed; |kept as computed - all exactly|, the last one for everything kept;
+    |all exactly|; their weights, and what each measured step drops from them."""
 
     skipping: Tensor
     total: Tensor
@@ -145,6 +158,12 @@ def surveyed_rows(n_q: int) -> int:
     return blocks * MOST_ROWS[n_q > FEW_BLOCKS]
 
 
+def rows_of_blocks(n_q: int) -> tuple[int, int]:
+    """Surveyed rows of a query block, and the most of one."""
+    few = n_q <= FEW_BLOCKS
+    return (ROWS[0], MOST_ROWS[0]) if few else (ROWS[1], MOST_ROWS[1])
+
+
 def measured_rows(n_q: int) -> int:
     """Of one head."""
     return MEASURED if n_q >= FEW_BLOCKS else MEASURED // 2
@@ -156,15 +175,15 @@ def measured_rows(n_q: int) -> int:
 @dataclass(frozen=True)
 class _Places:
     """What follows from the length alone, for each of n checked query blocks: its first row; places
-    that may be checked `[n, 128]`; how many of them are far ones; pseudo-random orders of far ranks
-    and of places."""
+    that may be checked `[n, 128]`; how many of them are far ones, and how many are not; far ranks
+    and places `[n, 128]` in pseudo-random order, places that may not be checked last."""
 
     starts: Tensor
     may: Tensor
     n_far: Tensor
     n_near: Tensor
     far_ranks: Tensor
-    near_order: Tensor
+    near_places: Tensor
 
 
 def _hash(x: int) -> int:
@@ -176,7 +195,7 @@ def _hash(x: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _places(Lq: int, sample_rows: int) -> _Places:
+def checked_places(Lq: int, sample_rows: int) -> _Places:
     n_q = n_blocks(Lq, BLOCK_Q)
     apart = max(1, n_q // MANY_BLOCKS)
     blocks = [
@@ -184,15 +203,15 @@ def _places(Lq: int, sample_rows: int) -> _Places:
     ]
     most_far = max(1, max(MOST_ROWS) // 4)
     may = torch.zeros(len(blocks), BLOCK_Q, dtype=torch.bool)
-    near_order = torch.full((len(blocks), BLOCK_Q), torch.inf)
-    n_far, n_near, far_ranks = [], [], []
+    n_far, n_near, far_ranks, near_places = [], [], [], []
     for i, i_q in enumerate(blocks):
         valid = min(BLOCK_Q, Lq - i_q * BLOCK_Q)
         sampled = set(sampled_rows(valid, sample_rows))
         open_places = [p for p in range(valid) if p not in sampled] or list(range(valid))
         may[i, open_places] = True
-        for p in open_places:
-            near_order[i, p] = _hash(i_q * BLOCK_Q + p + 1) / 2**32
+        shut = [p for p in range(BLOCK_Q) if not may[i, p]]
+        first_row = i_q * BLOCK_Q + 1
+        near_places.append(sorted(open_places, key=lambda p: _hash(first_row + p)) + shut)
         far = max(1, len(open_places) // FAR_SHARE)
         n_far.append(far)
         n_near.append(len(open_places) - far)
@@ -204,7 +223,7 @@ def _places(Lq: int, sample_rows: int) -> _Places:
         torch.tensor(n_far),
         torch.tensor(n_near),
         torch.tensor(far_ranks),
-        near_order,
+        torch.tensor(near_places),
     )
 
 
@@ -215,10 +234,11 @@ def choose_rows(
     its block; `energy [B, Hq, n_q]`: sum of the squares of the block's queries; fp32."""
     B, Hq, Lq = deviation.shape
     n_q, device = energy.shape[2], deviation.device
-    places = _places(Lq, sample_rows)
-    few = n_q <= FEW_BLOCKS
-    rows, most = (ROWS[0], MOST_ROWS[0]) if few else (ROWS[1], MOST_ROWS[1])
-    starts, may, near_order = (x.to(device) for x in (places.starts, places.may, places.near_order))
+    places = checked_places(Lq, sample_rows)
+    rows, most = rows_of_blocks(n_q)
+    starts, may, near_places = (
+        x.to(device) for x in (places.starts, places.may, places.near_places)
+    )
     n_far, n_near, far_ranks = (
         x.to(device) for x in (places.n_far, places.n_near, places.far_ranks)
     )
@@ -227,18 +247,20 @@ def choose_rows(
     far_off = padded.unflatten(2, (n_q, BLOCK_Q))[:, :, starts // BLOCK_Q].nan_to_num(
         torch.inf, torch.inf
     )
-    spread = far_off.masked_fill(~may, 0.0).sum(-1)
-    disagrees = ~(spread <= DISAGREES * energy[:, :, starts // BLOCK_Q])
-    sorted_far = far_off.masked_fill(~may, -1.0).topk(BLOCK_Q // FAR_SHARE, dim=-1).indices
-    is_far = torch.arange(sorted_far.shape[-1], device=device) < n_far[:, None]
-    far = torch.zeros_like(far_off, dtype=torch.bool).scatter_(
+    spread = far_off.masked_fill(~may, 0.0).double().sum(-1)
+    disagrees = ~(spread <= DISAGREES * energy[:, :, starts // BLOCK_Q].double())
+    sorted_far = far_off.masked_fill(~may, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    is_far = torch.arange(BLOCK_Q, device=device) < n_far[:, None]
+    far = torch.zeros_like(may).expand_as(far_off).scatter(
         -1, sorted_far, is_far.expand_as(sorted_far)
     )
-    most_far, most_near = max(1, most // 4), most - max(1, most // 4)
-    ranks = far_ranks[:, :most_far].expand(B, Hq, -1, -1)
-    of_far = sorted_far.gather(-1, ranks)
-    of_near = near_order.expand_as(far_off).masked_fill(far, torch.inf)
-    of_near = of_near.topk(min(most_near, BLOCK_Q), dim=-1, largest=False).indices
+    most_far = max(1, most // 4)
+    of_far = sorted_far.gather(-1, far_ranks[:, :most_far].expand(B, Hq, -1, -1))
+    # Far places go behind all others, which keep their order.
+    near = near_places.expand_as(far_off)
+    order = torch.arange(BLOCK_Q, device=device) + BLOCK_Q * far.gather(-1, near).long()
+    of_near = near.gather(-1, order.argsort(-1)[..., : most - most_far])
+    most_near = most - most_far
     chosen = torch.cat([of_far, of_near], -1) + starts[:, None]
     base = torch.where(disagrees, min(2 * rows, most), rows)
     budget = torch.tensor(heads_of(keep.max_error, Hq), device=device)[:, None]
@@ -247,7 +269,9 @@ def choose_rows(
         [_weights(n, n_far, n_near, most_far, most_near) for n in (base, every)]
     ).flatten(-2)
     used = (weights > 0).any(0)
-    return SurveyedRows(torch.where(used, chosen.flatten(-2), -1), weights / weights.sum(-1, True))
+    # Added one after another, as the native twin does: rows are drawn by these weights.
+    whole = weights.cumsum(-1)[..., -1:]
+    return SurveyedRows(torch.where(used, chosen.flatten(-2), -1), weights / whole)
 
 
 def _weights(n: Tensor, n_far: Tensor, n_near: Tensor, most_far: int, most_near: int) -> Tensor:
@@ -265,21 +289,25 @@ def _weights(n: Tensor, n_far: Tensor, n_near: Tensor, most_far: int, most_near:
 def draw_measured(
     surveyed: SurveyedRows, survey: Survey, n_q: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(rows, weights, dropped)` of the rows to measure, `[B, Hq, m]` and `[B, Hq, m, S]`.
+    """`(rows, weights, dropped)` of the rows to measure, `[B, Hq, m]` and `[B, Hq, m, measured
+    steps]`.
 
-    Half of the chances go by a row's weight alone, half also by what it drops. Only rows that
-    every budget surveys are drawn, so that all budgets measure the same.
+    Half of the chances go by a row's weight alone, half also by what it drops; less than half where
+    no step drops as much as REFERENCE. Only rows that every budget surveys are drawn, so that all
+    budgets measure the same.
     """
     weights, mean, dropped = surveyed.weights[0], survey.mean[0], survey.dropped
     at = (mean - REFERENCE).abs().nan_to_num(torch.inf).argmin(-1, keepdim=True)
     own = dropped.gather(-1, at[..., None, :].expand(*dropped.shape[:3], 1))[..., 0].double()
     mean = mean.gather(-1, at)
-    mixed = torch.where(mean > 0, 0.5 + 0.5 * own / mean, 1.0).nan_to_num(1.0)
+    share = 0.5 * (mean / REFERENCE).clamp(max=1.0)
+    mixed = torch.where(mean > 0, 1.0 - share + share * own / mean, 1.0).nan_to_num(1.0)
     chance = (weights * mixed).cumsum(-1)
     m = measured_rows(n_q)
-    at_chance = (torch.arange(m, device=dropped.device) + 0.5) / m * chance[..., -1:]
+    at_chance = (torch.arange(m, device=dropped.device).double() + PHASE) / m * chance[..., -1:]
     places = torch.searchsorted(chance, at_chance).clamp(max=weights.shape[-1] - 1)
     share = 1.0 / mixed.gather(-1, places)
+    dropped = dropped[..., list(MEASURED_STEPS)]
     of_places = places[..., None].expand(*places.shape, dropped.shape[-1])
     return (
         surveyed.rows.gather(-1, places),
@@ -373,8 +401,8 @@ class _Curves:
         quantized: Tensor,
         noise: Tensor,
     ) -> _Curves:
-        sparser = (torch.tensor(_TWICE, device=mean.device) - 1).clamp(min=0)
-        bound = rate * (mean + Z * deviation + TAIL * heaviest[..., sparser])
+        rate, added = rate[..., list(NEXT_MEASURED)], added[..., list(NEXT_MEASURED)]
+        bound = rate * (mean + Z * deviation + TAIL * heaviest[..., list(SPARSER)])
         plain = rate * mean
         error = plain + LEAN * (bound - plain)
         none = torch.zeros_like(error[..., :1])
@@ -421,8 +449,8 @@ def _weighted(measured: Measured, x: Tensor) -> Tensor:
 
 
 def _error_per_mass(skipping: Tensor, mass: Tensor) -> Tensor:
-    """Of each step; where measured rows drop next to nothing, that of all sparse steps."""
-    sparse = slice(0, _SPARSE_STEPS)
+    """Of each measured step; where measured rows drop next to nothing, that of all sparse steps."""
+    sparse = slice(0, SPARSE_STEPS)
     whole = skipping[..., sparse].sum(-1, True) / mass[..., sparse].sum(-1, True).clamp(min=1e-9)
-    whole = whole.clamp(0.05, 3.0)
-    return ((skipping + whole * PRIOR) / (mass + PRIOR)).clamp(max=4.0)
+    whole = whole.clamp(LEAST_RATE, SPARSE_RATE)
+    return ((skipping + whole * PRIOR) / (mass + PRIOR)).clamp(max=MOST_RATE)

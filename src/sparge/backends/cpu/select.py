@@ -15,15 +15,7 @@ from ...qtensor import QTensor
 from ...recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, heads_of
 from ...stages import Prepared
 from ...tokenmask import TokenMask
-from ..budget import (
-    N_STEPS,
-    Measured,
-    Survey,
-    choose_rows,
-    decide,
-    draw_measured,
-    step_masses,
-)
+from .. import budget
 from ..forced import forced_blocks
 from . import library
 from .op_arguments import min_similarity, scored_parts, token_parts
@@ -72,31 +64,118 @@ def _select_by_error(
     assert prepared.query is not None
     counts, indices, allowed = lists
     ops, where = library.ops(), token_parts(tokens)
-    masses = torch.tensor(step_masses(), dtype=torch.float64)
+    masses = torch.tensor(budget.step_masses(), dtype=torch.float64)
     forced = _forced(call, tokens)
     ops.first_steps(mass, masses, forced, *where, call.Lq, call.Lk, indices, allowed, isa)
-    deviation = torch.empty((call.B, call.Hq, call.Lq))
-    energy = torch.empty((call.B, call.Hq, call.n_q))
-    ops.deviations(prepared.query, deviation, energy, isa)
-    surveyed = choose_rows(deviation, energy, keep, call.recipe.sample_rows)
+    surveyed = _choose_rows(call, prepared.query, keep)
     scored = scored_parts(prepared.operands)
     scored = (*scored, PRECISIONS.index(call.recipe.precision), call.scale)
-    dropped = torch.empty((*surveyed.rows.shape, N_STEPS))
-    facts = torch.empty((3, 2, call.B, call.Hq, N_STEPS), dtype=torch.float64).unbind()
-    given = (surveyed.rows, surveyed.weights.contiguous())
+    dropped = torch.empty((*surveyed.rows.shape, budget.N_STEPS))
+    facts = torch.empty((3, 2, call.B, call.Hq, budget.N_STEPS), dtype=torch.float64).unbind()
+    given = (surveyed.rows, surveyed.weights)
     ops.survey(*scored, indices, *given, *where, dropped, *facts, isa)
-    survey = Survey(dropped, *facts)
-    rows, weights, of_rows = draw_measured(surveyed, survey, call.n_q)
+    rows, *drawn = _draw_measured(surveyed, budget.Survey(dropped, *facts), call.n_q)
     sums = _step_errors(call, prepared, scored, indices, rows, tokens)
-    decision = decide(
-        survey,
-        Measured(*sums, weights, of_rows),
-        keep,
+    step = torch.empty((call.B, call.Hq), dtype=torch.int64)
+    measured = torch.empty((3, *step.shape), dtype=torch.float64)
+    ops.decide(
+        *facts,
+        *sums,
+        *drawn,
+        _budgets(keep, call.Hq),
         call.Hk,
-        may_raise=call.recipe.quantized,
+        call.recipe.quantized,
+        *_rules(),
+        step,
+        measured,
+        isa,
     )
-    ops.take_steps(decision.step, counts, indices, isa)
-    return decision.measured
+    ops.take_steps(step, counts, indices, isa)
+    return measured
+
+
+def _budgets(keep: KeepError, Hq: int) -> Tensor:
+    return torch.tensor(heads_of(keep.max_error, Hq), dtype=torch.float64)
+
+
+@lru_cache(maxsize=1)
+def _measured_steps() -> Tensor:
+    return torch.tensor(budget.MEASURED_STEPS, dtype=torch.int32)
+
+
+@lru_cache(maxsize=1)
+def _rules() -> tuple[Any, ...]:
+    """The numbers of budget.py, in the order of the op."""
+    return (
+        torch.tensor(budget.NEXT_MEASURED, dtype=torch.int32),
+        torch.tensor(budget.SPARSER, dtype=torch.int32),
+        budget.SPARSE_STEPS,
+        budget.Z,
+        budget.TAIL,
+        budget.LEAN,
+        budget.RESOLVED,
+        budget.LEAST_ERROR,
+        budget.RAISE_FROM,
+        budget.SMALL_BUDGET,
+        budget.PRIOR,
+        budget.LEAST_RATE,
+        budget.SPARSE_RATE,
+        budget.MOST_RATE,
+    )
+
+
+def _choose_rows(call: Call, query: Tensor, keep: KeepError) -> budget.SurveyedRows:
+    ops, isa = library.ops(), library.isa_number()
+    deviation = torch.empty((call.B, call.Hq, call.Lq))
+    energy = torch.empty((call.B, call.Hq, call.n_q))
+    ops.deviations(query, deviation, energy, isa)
+    places = budget.checked_places(call.Lq, call.recipe.sample_rows)
+    rows, most = budget.rows_of_blocks(call.n_q)
+    n = len(places.starts) * most
+    out = torch.empty((call.B, call.Hq, n), dtype=torch.int64)
+    weights = torch.empty((2, *out.shape), dtype=torch.float64)
+    ops.choose_rows(
+        deviation,
+        energy,
+        _budgets(keep, call.Hq),
+        places.starts,
+        places.may,
+        places.n_far,
+        places.n_near,
+        places.far_ranks,
+        places.near_places,
+        rows,
+        most,
+        budget.DISAGREES,
+        budget.SMALL_BUDGET,
+        out,
+        weights,
+        isa,
+    )
+    return budget.SurveyedRows(out, weights)
+
+
+def _draw_measured(
+    surveyed: budget.SurveyedRows, survey: budget.Survey, n_q: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    steps = _measured_steps()
+    rows = surveyed.rows.new_empty((*surveyed.rows.shape[:2], budget.measured_rows(n_q)))
+    weights = torch.empty(rows.shape, dtype=torch.float64)
+    dropped = torch.empty((*rows.shape, len(steps)))
+    library.ops().draw_measured(
+        surveyed.rows,
+        surveyed.weights,
+        survey.dropped,
+        survey.mean,
+        steps,
+        budget.REFERENCE,
+        budget.PHASE,
+        rows,
+        weights,
+        dropped,
+        library.isa_number(),
+    )
+    return rows, weights, dropped
 
 
 def _step_errors(
@@ -113,8 +192,9 @@ def _step_errors(
     codes = v_scale = None
     if isinstance(prepared.operands.value, QTensor):
         codes, v_scale = prepared.operands.value.codes, prepared.operands.value.scale.contiguous()
-    skipping = torch.empty((*rows.shape, N_STEPS), dtype=torch.float64)
-    total = torch.empty((*rows.shape, N_STEPS + 1), dtype=torch.float64)
+    steps = _measured_steps()
+    skipping = torch.empty((*rows.shape, len(steps)), dtype=torch.float64)
+    total = torch.empty((*rows.shape, len(steps) + 1), dtype=torch.float64)
     whole = torch.empty(rows.shape, dtype=torch.float64)
     library.ops().step_errors(
         *scored,
@@ -123,7 +203,9 @@ def _step_errors(
         codes,
         v_scale,
         first,
-        rows.contiguous(),
+        budget.N_STEPS,
+        steps,
+        rows,
         *token_parts(tokens),
         skipping,
         total,

@@ -2,7 +2,7 @@
 block, the mass that each step drops from a row, and the error of each step.
 
     dropped[r, s]   = mass of the blocks that step s drops / mass of all blocks
-    skipping[r, s]  = |out over the kept blocks - out over all|, both as computed
+    skipping[r, s]  = |out over the kept blocks - out over all|, both as computed, at measured steps
     total[r, s]     = |out over the kept blocks, as computed - out over all, exactly|
 
 As computed: scores of the call's precision, and P and V rounded as `attend` rounds them.
@@ -19,7 +19,7 @@ from ...qtensor import Operands, QTensor, working
 from ...stages import Prepared
 from ...support.ordered_sums import exp2, fold_sum, mean_over_rows, shift_of
 from ...tokenmask import TokenMask
-from ..budget import N_STEPS
+from ..budget import MEASURED_STEPS, N_STEPS
 from .scores import HeadScores
 
 KEYS_AT_ONCE = 4096
@@ -58,11 +58,11 @@ def dropped_masses(
 def step_errors(
     call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(skipping [B, Hq, m, steps], total [B, Hq, m, steps + 1], whole [B, Hq, m])` of rows
-    `[B, Hq, m]`, fp64."""
+    """`(skipping [B, Hq, m, measured steps], total [B, Hq, m, the same + 1], whole [B, Hq, m])` of
+    rows `[B, Hq, m]`, fp64."""
     shape, device = rows.shape, rows.device
-    skipping = torch.zeros((*shape, N_STEPS), dtype=torch.float64, device=device)
-    total = torch.zeros((*shape, N_STEPS + 1), dtype=torch.float64, device=device)
+    skipping = torch.zeros((*shape, len(MEASURED_STEPS)), dtype=torch.float64, device=device)
+    total = torch.zeros((*shape, len(MEASURED_STEPS) + 1), dtype=torch.float64, device=device)
     whole = torch.zeros(shape, dtype=torch.float64, device=device)
     assert prepared.query is not None
     assert prepared.key is not None
@@ -107,7 +107,7 @@ def _outputs(
     steps: Tensor | None,
     precision: str,
 ) -> Tensor:
-    """Outputs over the blocks of every step, `[steps + 1, rows, Dv]` fp64, everything last; of
+    """Outputs over the blocks of measured steps, `[steps + 1, rows, Dv]` fp64, everything last; of
     everything alone without `steps`, the first steps of the blocks of each row."""
     p = row_weights(call, operands, tokens, b, h, rows, precision)
     h_k = h * call.Hk // call.Hq
@@ -124,7 +124,7 @@ def _outputs(
         v = v.double()
     parts = fold_sum(in_blocks(p.double().unsqueeze(-1) * v, -2, BLOCK_K), dim=-2)
     outs = []
-    for step in range(N_STEPS if steps is not None else 0):
+    for step in MEASURED_STEPS if steps is not None else ():
         assert steps is not None
         kept = (steps >= 0) & (steps <= step)
         outs.append(_over_blocks(parts, sums, kept))

@@ -1,0 +1,141 @@
+// The rows that an error budget looks at, of one head: plain code, twins of `choose_rows` and
+// `draw_measured` in budget.py, where the rules are.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "args.h"
+
+namespace sparge {
+
+// What follows from the length alone, of `n` checked query blocks.
+struct CheckedPlaces {
+  int64_t n;
+  const int64_t* starts;       // [n] first row
+  const bool* may;             // [n, 128]
+  const int64_t *n_far, *n_near;  // [n]
+  const int64_t* far_ranks;    // [n, most_ranks]
+  int64_t most_ranks;
+  const int64_t* near_places;  // [n, 128]
+};
+
+struct RowCounts {
+  int64_t rows, most;
+  double disagrees;
+  int64_t slots_far() const { return std::max<int64_t>(1, most / 4); }
+};
+
+// The farthest places of one block that may be checked, those of larger index last among equals.
+inline void farthest(const float* deviation, const bool* may, int64_t valid, int64_t n_far,
+                     int64_t* far) {
+  float distance[kBlockQ];
+  int64_t held = 0;
+  for (int64_t p = 0; p < valid; ++p) {
+    if (!may[p]) continue;
+    // What is not finite is farthest of all.
+    const float x = deviation[p] < INFINITY ? deviation[p] : INFINITY;
+    if (held == n_far && !(x > distance[held - 1])) continue;
+    int64_t at = held < n_far ? held++ : held - 1;
+    for (; at > 0 && x > distance[at - 1]; --at) distance[at] = distance[at - 1], far[at] = far[at - 1];
+    distance[at] = x, far[at] = p;
+  }
+}
+
+// Weights of the places of one block, 0 where a place is not used: `n` rows, the far ones first.
+inline void weigh_places(int64_t n, int64_t n_far, int64_t n_near, const RowCounts& counts,
+                         double* weights) {
+  const int64_t most_far = counts.slots_far();
+  const int64_t far = std::min(std::max<int64_t>(n / 4, 1), n_far), near = std::min(n - far, n_near);
+  for (int64_t i = 0; i < counts.most; ++i) {
+    const bool is_far = i < most_far;
+    const int64_t slot = is_far ? i : i - most_far, used = is_far ? far : near;
+    weights[i] = slot < used ? double(is_far ? n_far : n_near) / double(used) : 0.0;
+  }
+}
+
+// rows [n · most], -1 where unused; weights [2][n · most]: of the rows that every budget has, and
+// of all rows.
+inline void choose_rows(const float* deviation, const float* energy, int64_t L, bool small,
+                        const CheckedPlaces& p, const RowCounts& counts, int64_t* rows,
+                        double* base_weights, double* weights) {
+  const int64_t most = counts.most, most_far = counts.slots_far();
+  for (int64_t i = 0; i < p.n; ++i) {
+    const bool* may = p.may + i * kBlockQ;
+    const int64_t start = p.starts[i], valid = std::min<int64_t>(kBlockQ, L - start);
+    int64_t far[kBlockQ];
+    farthest(deviation + start, may, valid, p.n_far[i], far);
+    double spread = 0.0;
+    for (int64_t r = 0; r < valid; ++r)
+      if (may[r]) spread += deviation[start + r] < INFINITY ? double(deviation[start + r]) : INFINITY;
+    const bool agrees = spread <= counts.disagrees * double(energy[start / kBlockQ]);
+    const int64_t base = agrees ? counts.rows : std::min(2 * counts.rows, most);
+    const int64_t every = small ? std::min(2 * base, most) : base;
+    double *own_base = base_weights + i * most, *own = weights + i * most;
+    weigh_places(base, p.n_far[i], p.n_near[i], counts, own_base);
+    weigh_places(every, p.n_far[i], p.n_near[i], counts, own);
+    int64_t* out = rows + i * most;
+    for (int64_t j = 0; j < most_far; ++j) out[j] = far[p.far_ranks[i * p.most_ranks + j]];
+    const int64_t* next = p.near_places + i * kBlockQ;
+    for (int64_t j = most_far; j < most; ++j) {
+      if (!(own_base[j] > 0.0 || own[j] > 0.0)) continue;
+      while (std::find(far, far + p.n_far[i], *next) != far + p.n_far[i]) ++next;
+      out[j] = *next++;
+    }
+    for (int64_t j = 0; j < most; ++j)
+      out[j] = own_base[j] > 0.0 || own[j] > 0.0 ? out[j] + start : -1;
+  }
+  for (double* each : {base_weights, weights}) {
+    double whole = 0.0;
+    for (int64_t i = 0; i < p.n * most; ++i) whole += each[i];
+    for (int64_t i = 0; i < p.n * most; ++i) each[i] /= whole;
+  }
+}
+
+// Surveyed rows [n], their weights, what they drop [n, n_steps] and its mean; `m` rows are drawn.
+struct Surveyed {
+  int64_t n, n_steps;
+  const int64_t* rows;
+  const double* weights;
+  const float* dropped;
+  const double* mean;
+};
+struct Drawing {
+  int64_t m;
+  double reference, phase;
+  const int32_t* steps;  // [n_measured]
+  int64_t n_measured;
+};
+
+inline void draw_measured(const Surveyed& s, const Drawing& drawing, int64_t* rows, double* weights,
+                          float* dropped) {
+  int64_t at = 0;
+  double closest = INFINITY;
+  for (int64_t step = 0; step < s.n_steps; ++step) {
+    const double off = std::fabs(s.mean[step] - drawing.reference);
+    if (off < closest) closest = off, at = step;
+  }
+  const double mean = s.mean[at], share = 0.5 * std::min(mean / drawing.reference, 1.0);
+  std::vector<double> mixed(size_t(s.n)), chance(size_t(s.n));
+  double sum = 0.0, shares = 0.0;
+  for (size_t i = 0; i < size_t(s.n); ++i) {
+    const double own = double(s.dropped[int64_t(i) * s.n_steps + at]);
+    const double x = mean > 0.0 ? 1.0 - share + share * own / mean : 1.0;
+    mixed[i] = x == x ? x : 1.0;
+    chance[i] = sum += s.weights[i] * mixed[i];
+  }
+  for (int64_t j = 0; j < drawing.m; ++j) {
+    const double wanted = (double(j) + drawing.phase) / double(drawing.m) * sum;
+    const auto found = std::lower_bound(chance.begin(), chance.end(), wanted);
+    const int64_t place = std::min<int64_t>(found - chance.begin(), s.n - 1);
+    rows[j] = s.rows[place];
+    shares += weights[j] = 1.0 / mixed[size_t(place)];
+    for (int64_t i = 0; i < drawing.n_measured; ++i)
+      dropped[j * drawing.n_measured + i] = s.dropped[place * s.n_steps + drawing.steps[i]];
+  }
+  for (int64_t j = 0; j < drawing.m; ++j) weights[j] /= shares;
+}
+
+}  // namespace sparge
