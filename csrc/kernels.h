@@ -54,12 +54,14 @@ void attend(const AttendArgs& a, int64_t task, char* scratch) {
     const int32_t* kept = a.indices + task * a.shape.n_k();
     const int n = a.counts[task];
     attention.begin();
+    const int32_t* visited = kept;
+    int n_visited = n;
     if (a.pooled) {
-      const int n_visited = attention.visit_pooled(kept, n);
-      attention.walk(attention.visited, n_visited);
-    } else {
-      attention.walk(kept, n);
+      visited = attention.visited;
+      n_visited = visit_pooled(a, attention.b, attention.h, attention.i_q, kept, n, attention.pools,
+                               attention.visited);
     }
+    attention.walk(visited, n_visited);
     attention.finish(kept, n);
     return 0;
   });

@@ -3,13 +3,12 @@
 // The block's 128 queries are 8 row groups of 16 lanes, processed in units: one group, or two with
 // the tile unit. Key blocks are processed in chunks: one block, or four with the tile unit, whose
 // accumulators are loaded and stored once per chunk.
-//
-// Pooled entries of skipped blocks are visited last, 64 at a time, as if they were more key blocks:
-// tile t of them has the number n_k + t in the list of what is visited.
+// Pooled entries of skipped blocks come last (pooled_entries.h).
 #pragma once
 
 #include "arena.h"
 #include "operands.h"
+#include "pooled_entries.h"
 #include "softmax.h"
 #include "statistics.h"
 #include "tile_product.h"
@@ -33,9 +32,10 @@ struct Walk {
   GroupState* groups;
   float *queries, *acc, *scores, *weights, *sums;
   char *k_scratch, *v_scratch;
-  GroupMask* masks;  // [2][kUnit]
-  uint8_t* pools;    // [n_k] whether a block is pooled: skipped, and open to every row
-  int32_t* visited;  // kept blocks, then tiles of pooled entries
+  GroupMask* masks;   // [2][kUnit]
+  uint8_t* pools;     // [n_k] whether a block is pooled: skipped, and open to every row
+  int32_t* visited;   // kept blocks, then tiles of pooled entries
+  float* entry_bias;  // [kChunk][64] of pooled entries
   size_t scratch_bytes;
 
   struct Slot {
@@ -44,7 +44,6 @@ struct Walk {
     Words key, value;
     const char* v_tile;
     bool masked, pooled;
-    float bias[kBlockK];  // of pooled entries
   } slots[kChunk];
   int n_slots = 0;
   alignas(64) float p_scale[2][kChunk][kUnit][kLanes];
@@ -76,6 +75,7 @@ struct Walk {
     const size_t n_k = a.pooled ? size_t(shape.n_k()) : 0;
     pools = arena.take<uint8_t>(n_k);
     visited = arena.take<int32_t>(a.pooled ? n_k + size_t(a.pooled->shape.n_k()) : 0);
+    entry_bias = arena.take<float>(a.pooled ? kChunk * kBlockK : 0);
     scratch_bytes = arena.used;
   }
 
@@ -124,32 +124,6 @@ struct Walk {
     return pooled ? *a.pooled : a;
   }
 
-  // Adds the tiles of pooled entries to the list of kept blocks; returns how many are visited.
-  int visit_pooled(const int32_t* kept, int n_kept) {
-    std::memcpy(visited, kept, size_t(n_kept) * sizeof(int32_t));
-    const int64_t n_k = shape.n_k(), blocks_per_tile = a.pool_group;
-    int n = n_kept, at = 0;
-    for (int64_t i_k = 0; i_k < n_k; ++i_k) {
-      const bool keeps = at < n_kept && kept[at] == i_k;
-      at += keeps;
-      pools[i_k] = !keeps && a.tokens.kind(shape, b, h, i_q, i_k) == kOpen;
-      const int64_t tile = n_k + i_k / blocks_per_tile;
-      if (pools[i_k] && (n == 0 || visited[n - 1] != tile)) visited[n++] = int32_t(tile);
-    }
-    return n;
-  }
-  void take_entries(Slot* slot) const {
-    const int64_t group = a.pool_group, per_block = kBlockK / group;
-    const float log_group = float(std::log2(double(group)));
-    for (int64_t j = 0; j < kBlockK; ++j) {
-      const int64_t e = slot->i_k * kBlockK + j, keys = shape.Lk - e * group;
-      const bool pooled = keys > 0 && pools[e / per_block];
-      slot->bias[j] = !pooled         ? -INFINITY
-                      : keys >= group ? log_group
-                                      : float(std::log2(double(keys)));
-    }
-  }
-
   void take_chunk(const int32_t* kept, int n) {
     n_slots = n;
     for (int i = 0; i < n; ++i) {
@@ -157,7 +131,7 @@ struct Walk {
       slot.from = &source(kept[i], &slot.i_k);
       slot.pooled = slot.from != &a;
       const AttendArgs& from = *slot.from;
-      if (slot.pooled) take_entries(&slot);
+      if (slot.pooled) find_entry_bias(a, pools, slot.i_k, entry_bias + i * kBlockK);
       const bool tail = (slot.i_k + 1) * kBlockK > shape.Lk;
       slot.masked = !slot.pooled && (tail || a.tokens.kind(shape, b, h, i_q, slot.i_k) != kOpen);
       slot.key = key_words<QK>(from.key, from.shape, b, h_k, slot.i_k,
@@ -264,7 +238,8 @@ struct Walk {
       store(
           block_max[parity][u],
           slot.pooled
-              ? scale_entries<is_integer(QK)>(s, from, to, k_scale, q_factor, slot.bias, before)
+              ? scale_entries<is_integer(QK)>(s, from, to, k_scale, q_factor,
+                                              entry_bias + (&slot - slots) * kBlockK, before)
               : scale_scores<is_integer(QK)>(s, from, to, k_scale, q_factor, mask, kLog2e, before));
     }
   }
