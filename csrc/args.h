@@ -180,6 +180,11 @@ struct BudgetArgs : SurveyArgs {
   Rows value;            // the caller's own
   Rows codes;            // 8-bit V, if attention reads it
   const float* v_scale;  // [B, Hk, n_k, Dv] of it
+  // What skipped blocks contribute: entries in the place of keys, each of `pool_group` keys; no
+  // data where they contribute nothing. The values are fp32.
+  ScoreArgs pooled;
+  Rows pooled_value;
+  int pool_group;
   // [places][n_slots], [places][n_slots + 1], [places]
   double *skipping, *total, *whole;
 };

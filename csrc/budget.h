@@ -2,7 +2,9 @@
 //
 //   acc[l]       = Σ p · v over the blocks that measured step l is the first to keep, l = n_slots
 //                  for the rest
-//   out_s        = Σ_{l <= s} acc[l] / Σ_{l <= s} sum[l]
+//   out_s        = Σ_{l <= s} acc[l] / Σ_{l <= s} sum[l]; with pooled entries of the blocks that
+//   step
+//                  s skips, numerator and denominator + Σ_{l > s} of the same sums over entries
 //   skipping[s]  = |out_s - out_all|,  total[s] = |out_s - exact|,  whole = |exact|
 //
 // p and v are rounded as attention rounds them; `exact` is computed from the caller's own tensors.
@@ -43,8 +45,9 @@ struct StepErrors {
   int64_t h_k, width;
   // In the thread's scratch.
   float *queries, *exact_queries, *scores, *values, *codes, *discarded;
-  float *acc, *sums;  // of each group, row and step
-  float* exact_acc;   // of each group and row
+  float *acc, *sums;                        // of each group, row and step
+  float *pooled_acc, *pooled_sums, *mixed;  // the same of pooled entries; one output
+  float* exact_acc;                         // of each group and row
   char* keys;
   size_t scratch_bytes;
 
@@ -65,6 +68,10 @@ struct StepErrors {
     acc = arena.take<float>(rows_of_steps * w);
     sums = arena.take<float>(rows_of_steps);
     exact_acc = arena.take<float>(groups * kLanes * w);
+    const size_t pools = a.pooled.key.data ? 1 : 0;
+    pooled_acc = arena.take<float>(pools * rows_of_steps * w);
+    pooled_sums = arena.take<float>(pools * rows_of_steps);
+    mixed = arena.take<float>(w);
     keys = arena.take<char>(Scores::key_bytes(s));
     scratch_bytes = arena.used;
   }
@@ -284,6 +291,69 @@ struct StepErrors {
     }
   }
 
+  // Pooled entries, once the row maxima of keys are known: none of them is much above those.
+  template <Product P>
+  void take_pooled(const GroupState* states) {
+    const Shape& entries = a.pooled.shape;
+    const int64_t per_row = (a.n_slots + 1) * width, per_block = kBlockK / a.pool_group;
+    std::memset(pooled_acc, 0, size_t(n_groups * kLanes * per_row) * 4);
+    std::memset(pooled_sums, 0, size_t(n_groups * kLanes * (a.n_slots + 1)) * 4);
+    RowScores<P> rows[kMaxCheckGroups];
+    for (int g = 0; g < n_groups; ++g)
+      rows[g].begin(a.pooled, task.b, task.h, rows_of(g), rows_in(g),
+                    queries + size_t(g) * RowScores<P>::query_floats(s), scores);
+    for (int64_t t = 0; t < entries.n_k(); ++t) {
+      const KeyBlock key = rows[0].key(t, keys);
+      for (int g = 0; g < n_groups; ++g) {
+        rows[g].score(key, t, kOpen);
+        for (int j = 0; j < kBlockK && t * kBlockK + j < entries.Lk; ++j) {
+          const int64_t e = t * kBlockK + j, i_k = e / per_block;
+          const int64_t left = s.Lk - e * a.pool_group;
+          const float log_n =
+              float(std::log2(double(left < a.pool_group ? left : int64_t(a.pool_group))));
+          alignas(64) float p[kLanes];
+          store(p, exp2<6>(load(scores + j * kLanes) + broadcast(log_n) - load(states[g].shift)));
+          add_entry(g, e, i_k, p);
+        }
+      }
+    }
+  }
+  void add_entry(int group, int64_t e, int64_t i_k, const float* p) {
+    alignas(64) float value[kMaxDim];
+    read_row(a.pooled_value, a.pooled_value.row(task.b, h_k, e), s.Dv, value);
+    for (int i = 0; i < rows_in(group); ++i) {
+      const int64_t i_q = rows_of(group)[i] / kBlockQ;
+      if (a.tokens.kind(s, task.b, task.h, i_q, i_k) != kOpen) continue;
+      const int32_t step =
+          a.first_steps[((task.b * s.Hq + task.h) * s.n_q() + i_q) * s.n_k() + i_k];
+      const int64_t at = int64_t(group * kLanes + i) * (a.n_slots + 1) + a.slots[step];
+      float* into = pooled_acc + at * width;
+      for (int64_t d = 0; d < width; d += kLanes)
+        store(into + d, fma(broadcast(p[i]), load(value + d), load(into + d)));
+      pooled_sums[at] += p[i];
+    }
+  }
+  // Sums of pooled entries from the densest step on: what steps before skip.
+  void add_up_pooled(int group, int row) {
+    const int64_t at = int64_t(group * kLanes + row) * (a.n_slots + 1);
+    for (int slot = a.n_slots - 1; slot >= 0; --slot) {
+      float *own = pooled_acc + (at + slot) * width, *behind = own + width;
+      for (int64_t d = 0; d < width; d += kLanes) store(own + d, load(own + d) + load(behind + d));
+      pooled_sums[at + slot] += pooled_sums[at + slot + 1];
+    }
+  }
+  // Numerator and denominator of the output of a step.
+  const float* output_of(int group, int row, int step, float* sum) const {
+    const float* own = acc_of(group, row, step);
+    *sum = sums_of(group, row)[step];
+    if (!a.pooled.key.data) return own;
+    const int64_t at = int64_t(group * kLanes + row) * (a.n_slots + 1) + step + 1;
+    for (int64_t d = 0; d < width; d += kLanes)
+      store(mixed + d, load(own + d) + load(pooled_acc + at * width + d));
+    *sum += pooled_sums[at];
+    return mixed;
+  }
+
   // Turns the sums of steps into running sums, outputs, and differences of outputs. Without exact
   // sums, the outputs over all blocks are the exact ones.
   void finish(int group, const GroupState* exact) {
@@ -305,10 +375,12 @@ struct StepErrors {
         scale_row(truth, width, inverse_of(exact->row_sum[i]));
       }
       a.whole[place] = distance(truth, 1.0f, nullptr);
+      if (a.pooled.key.data) add_up_pooled(group, i);
       for (int step = 0; step < a.n_slots; ++step) {
-        const float inverse = inverse_of(row_sums[step]);
-        skipping[step] = distance(acc_of(group, i, step), inverse, every);
-        total[step] = exact ? distance(acc_of(group, i, step), inverse, truth) : skipping[step];
+        float sum;
+        const float* own = output_of(group, i, step, &sum);
+        skipping[step] = distance(own, inverse_of(sum), every);
+        total[step] = exact ? distance(own, inverse_of(sum), truth) : skipping[step];
       }
       total[a.n_slots] = exact ? distance(every, 1.0f, truth) : 0.0;
     }
@@ -357,6 +429,7 @@ struct StepErrors {
       if (rounds) take_exact<PE, VE>(&exact, j, &values);
       take_computed<P, V>(&own, j, &values);
     }
+    if (a.pooled.key.data) take_pooled<P>(own.states);
     for (int g = 0; g < n_groups; ++g) finish(g, rounds ? &exact.states[g] : nullptr);
   }
 

@@ -132,9 +132,10 @@ void step_errors(const Tensor& query, const Tensor& key, MaybeTensor q_scale,
                  int64_t q_rows_per_scale, MaybeTensor k_scale, int64_t k_rows_per_scale,
                  int64_t precision, double softmax_scale, MaybeTensor exact_query,
                  MaybeTensor exact_key, const Tensor& value, MaybeTensor codes, MaybeTensor v_scale,
-                 const Tensor& first_steps, int64_t n_steps, const Tensor& steps,
-                 const Tensor& rows, MaybeTensor mask, MaybeTensor kinds, bool is_causal,
-                 int64_t offset, Tensor skipping, Tensor total, Tensor whole,
+                 MaybeTensor pooled_key, MaybeTensor pooled_k_scale, MaybeTensor pooled_value,
+                 int64_t pool_group, const Tensor& first_steps, int64_t n_steps,
+                 const Tensor& steps, const Tensor& rows, MaybeTensor mask, MaybeTensor kinds,
+                 bool is_causal, int64_t offset, Tensor skipping, Tensor total, Tensor whole,
                  int64_t isa) {
   const Kernels& k = kernels_of(isa);
   Arguments arguments;
@@ -162,6 +163,26 @@ void step_errors(const Tensor& query, const Tensor& key, MaybeTensor q_scale,
     a.codes = arguments.rows("codes", *codes, {s.B, s.Hk, s.Lk, s.Dv});
     if (a.codes.dtype != Dtype::i8) refuse("codes must be int8");
     a.v_scale = arguments.read<float>("v_scale", *v_scale, {s.B, s.Hk, s.n_k(), s.Dv});
+  }
+  if (pooled_key.has_value() != pooled_value.has_value())
+    refuse("pooled_key and pooled_value must come together");
+  if (pooled_key) {
+    a.pool_group = int(in_range("pool_group", pool_group, 1, kBlockK));
+    if (kBlockK % pool_group) refuse("pool_group must divide ", kBlockK, ", got ", pool_group);
+    a.pooled = a;
+    a.pooled.tokens = TokenMask{};
+    a.pooled.shape.Lk = blocks_of(s.Lk, pool_group);
+    const int64_t entries = a.pooled.shape.Lk;
+    a.pooled.key = arguments.rows("pooled_key", *pooled_key, {s.B, s.Hk, entries, s.D});
+    const bool coded = a.key.dtype == Dtype::i8;
+    if ((a.pooled.key.dtype == Dtype::i8) != coded)
+      refuse("pooled_key must be", coded ? "" : " no", " int8 codes, as key is");
+    a.pooled.k_scale =
+        arguments.scales("pooled_k_scale", pooled_k_scale, coded, "", 1, {s.B, s.Hk, entries});
+    a.pooled_value =
+        arguments.float_rows("pooled_value", *pooled_value, {s.B, s.Hk, entries, s.Dv});
+  } else if (pooled_k_scale) {
+    refuse("pooled_key is needed with pooled_k_scale");
   }
   const int64_t* row = arguments.read<int64_t>("rows", rows, {s.B, s.Hq, kAny});
   const int64_t n = rows.size(2);
@@ -203,6 +224,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sparge_cpu, m) {
       "step_errors(Tensor query, Tensor key, Tensor? q_scale, int q_rows_per_scale, "
       "Tensor? k_scale, int k_rows_per_scale, int precision, float softmax_scale, "
       "Tensor? exact_query, Tensor? exact_key, Tensor value, Tensor? codes, Tensor? v_scale, "
+      "Tensor? pooled_key, Tensor? pooled_k_scale, Tensor? pooled_value, int pool_group, "
       "Tensor first_steps, int n_steps, Tensor steps, Tensor rows, Tensor? mask, Tensor? kinds, "
       "bool is_causal, int offset, Tensor(a!) skipping, Tensor(b!) total, Tensor(c!) whole, "
       "int isa) -> ()");

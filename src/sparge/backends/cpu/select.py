@@ -18,7 +18,7 @@ from ...tokenmask import TokenMask
 from .. import budget
 from ..forced import forced_blocks
 from . import library
-from .op_arguments import min_similarity, scored_parts, token_parts
+from .op_arguments import min_similarity, parts_of, scored_parts, token_parts
 
 ALL, MASS, FRACTION = 0, 1, 2
 SMALL = 2**14
@@ -202,6 +202,7 @@ def _step_errors(
         prepared.value,
         codes,
         v_scale,
+        *_pooled_parts(prepared),
         first,
         budget.N_STEPS,
         steps,
@@ -213,6 +214,17 @@ def _step_errors(
         library.isa_number(),
     )
     return skipping, total, whole
+
+
+def _pooled_parts(prepared: Prepared) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """`pooled_key, pooled_k_scale, pooled_value, pool_group`; 8-bit values as numbers."""
+    pooled = prepared.pooled
+    if pooled is None:
+        return None, None, None, 1
+    key, k_scale, _ = parts_of(pooled.key)
+    value = pooled.value
+    value = value.dequantize() if isinstance(value, QTensor) else value
+    return key, k_scale, value, pooled.group
 
 
 def _forced(call: Call, tokens: TokenMask) -> Tensor:

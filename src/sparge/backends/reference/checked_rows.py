@@ -10,19 +10,23 @@ As computed: scores of the call's precision, and P and V rounded as `attend` rou
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...call import Call, half_dtype
-from ...geometry import BLOCK_K, BLOCK_Q, in_blocks, slices_of
+from ...geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks, slices_of
 from ...qtensor import Operands, QTensor, working
 from ...stages import Prepared
-from ...support.ordered_sums import exp2, fold_sum, mean_over_rows, shift_of
-from ...tokenmask import TokenMask
+from ...support.ordered_sums import LOG2E, exp2, fold_sum, mean_over_rows, shift_of
+from ...tokenmask import OPEN, TokenMask
 from ..budget import MEASURED_STEPS, N_STEPS
 from .scores import HeadScores
 
 KEYS_AT_ONCE = 4096
+Shares = tuple[Tensor, Tensor]
+"""Of each row and block: weights · V `[rows, n_k, Dv]`, and weights `[rows, n_k]`."""
 
 
 def deviations(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,10 +74,13 @@ def step_errors(
     own = Operands(prepared.query, prepared.key, prepared.value)
     for b, h, some in _heads(rows):
         at = rows[b, h, some]
-        exact = _outputs(call, own, tokens, b, h, at, None, "exact")[-1]
         steps = first[b, h, at // BLOCK_Q]
         precision = call.recipe.precision
-        outs = _outputs(call, prepared.operands, tokens, b, h, at, steps, precision)
+        shares = _pooled_shares(call, prepared, tokens, b, h, at)
+        outs = _outputs(call, prepared.operands, tokens, b, h, at, steps, precision, shares)
+        exact = outs[-1]
+        if precision not in ("exact", call.own_precision):
+            exact = _outputs(call, own, tokens, b, h, at, None, "exact")[-1]
         skipping[b, h] = (outs[:-1] - outs[-1]).abs().sum(-1).T
         total[b, h] = (outs - exact).abs().sum(-1).T
         whole[b, h] = exact.abs().sum(-1)
@@ -106,6 +113,7 @@ def _outputs(
     rows: Tensor,
     steps: Tensor | None,
     precision: str,
+    shares: Shares | None = None,
 ) -> Tensor:
     """Outputs over the blocks of measured steps, `[steps + 1, rows, Dv]` fp64, everything last; of
     everything alone without `steps`, the first steps of the blocks of each row."""
@@ -127,16 +135,51 @@ def _outputs(
     for step in MEASURED_STEPS if steps is not None else ():
         assert steps is not None
         kept = (steps >= 0) & (steps <= step)
-        outs.append(_over_blocks(parts, sums, kept))
+        outs.append(_over_blocks(parts, sums, kept, shares))
     outs.append(_over_blocks(parts, sums, torch.ones_like(sums, dtype=torch.bool)))
     return torch.stack(outs)
 
 
-def _over_blocks(parts: Tensor, sums: Tensor, kept: Tensor) -> Tensor:
-    """Outputs of rows over some blocks, from each block's sum of weights · V and of weights."""
-    row_sum = fold_sum(torch.where(kept, sums, 0.0), dim=1).unsqueeze(-1)
-    out = fold_sum(torch.where(kept.unsqueeze(-1), parts, 0.0), dim=1)
+def _over_blocks(parts: Tensor, sums: Tensor, kept: Tensor, shares: Shares | None = None) -> Tensor:
+    """Outputs of rows over some blocks, from each block's sum of weights · V and of weights; of the
+    others, what their pooled entries contribute."""
+    pooled_parts, pooled_sums = shares or (parts.new_zeros(()), sums.new_zeros(()))
+    row_sum = fold_sum(torch.where(kept, sums, pooled_sums), dim=1).unsqueeze(-1)
+    out = fold_sum(torch.where(kept.unsqueeze(-1), parts, pooled_parts), dim=1)
     return torch.where(row_sum == 0, 0.0, out / row_sum)
+
+
+def _pooled_shares(
+    call: Call,
+    prepared: Prepared,
+    tokens: TokenMask,
+    b: int,
+    h: int,
+    rows: Tensor,
+) -> Shares | None:
+    """What each block contributes to each row if it is skipped, fp64; None for nothing."""
+    pooled = prepared.pooled
+    if pooled is None:
+        return None
+    precision, device = call.recipe.precision, rows.device
+    weights = HeadScores(prepared.operands, tokens, b, h, scale=call.scale, precision=precision)
+    keys = [weights.scores(rows, cols) for cols in slices_of(tokens.Lk, KEYS_AT_ONCE)]
+    shift = shift_of(torch.cat(keys, dim=1).amax(1, keepdim=True))
+    entries = replace(prepared.operands, key=pooled.key, value=pooled.value)
+    head = HeadScores(entries, tokens, b, h, scale=call.scale, precision=precision)
+    n = pooled.key.shape[2]
+    sizes = block_sizes(call.Lk, pooled.group, device).double()
+    scores = head.products(rows, slice(0, n)) * (call.scale * LOG2E)
+    # A mean is never far above the largest of its scores: log2(64) at most.
+    p = torch.exp2((scores + torch.log2(sizes).to(scores.dtype) - shift).double())
+    is_open = (tokens.block_kinds(device) == OPEN).expand(call.B, call.Hq, call.n_q, call.n_k)
+    per_block = BLOCK_K // pooled.group
+    opens = is_open[b, h, rows // BLOCK_Q]
+    v = pooled.value.dequantize() if isinstance(pooled.value, QTensor) else pooled.value
+    v = v[b, h * call.Hk // call.Hq].double()
+    parts = fold_sum(in_blocks(p.unsqueeze(-1) * v, -2, per_block), dim=-2)
+    sums = fold_sum(in_blocks(p, -1, per_block), dim=-1)
+    return torch.where(opens.unsqueeze(-1), parts, 0.0), torch.where(opens, sums, 0.0)
 
 
 def _heads(rows: Tensor) -> list[tuple[int, int, Tensor]]:
