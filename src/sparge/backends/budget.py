@@ -166,7 +166,7 @@ def rows_of_blocks(n_q: int) -> tuple[int, int]:
 
 def measured_rows(n_q: int) -> int:
     """Of one head."""
-    return MEASURED if n_q >= FEW_BLOCKS else MEASURED // 2
+    return MEASURED
 
 
 # -- rows --------------------------------------------------------------------------------------
