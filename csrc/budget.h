@@ -196,7 +196,8 @@ struct StepErrors {
     if (a.v_scale) {
       const Lanes some = less(broadcast(-INFINITY), most);
       const F32x16 code = select(some, exp2<6>(most - shift) * broadcast(1.0f / kMaxCodeP), zero());
-      const F32x16 inverse = select(less(zero(), code), broadcast(1.0f) / code, zero());
+      // Codes of next to nothing are nothing: their inverse would not be finite.
+      const F32x16 inverse = select(less(broadcast(1e-35f), code), broadcast(1.0f) / code, zero());
       for (int j = 0; j < kBlockK; ++j)
         store(scores + j * kLanes, round(load(scores + j * kLanes) * inverse) * code);
       return;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "args.h"
@@ -106,11 +107,29 @@ struct Surveyed {
   const double* mean;
 };
 struct Drawing {
-  int64_t m;
+  int64_t m, strata;
   double reference, phase;
   const int32_t* steps;  // [n_measured]
   int64_t n_measured;
 };
+
+// Places by what they drop at a step, in strata of the same size, and by position within each.
+inline std::vector<int64_t> in_strata(const Surveyed& s, int64_t step, int64_t strata) {
+  std::vector<int64_t> order(static_cast<size_t>(s.n)), stratum(static_cast<size_t>(s.n));
+  for (int64_t i = 0; i < s.n; ++i) order[size_t(i)] = i;
+  const auto drops = [&](int64_t i) {
+    const float x = s.dropped[i * s.n_steps + step];
+    return x == x ? x : INFINITY;
+  };
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t i, int64_t j) { return drops(i) < drops(j); });
+  for (int64_t rank = 0; rank < s.n; ++rank)
+    stratum[size_t(order[size_t(rank)])] = rank * strata / s.n;
+  std::sort(order.begin(), order.end(), [&](int64_t i, int64_t j) {
+    return std::make_pair(stratum[size_t(i)], i) < std::make_pair(stratum[size_t(j)], j);
+  });
+  return order;
+}
 
 inline void draw_measured(const Surveyed& s, const Drawing& drawing, int64_t* rows, double* weights,
                           float* dropped) {
@@ -121,18 +140,24 @@ inline void draw_measured(const Surveyed& s, const Drawing& drawing, int64_t* ro
     if (off < closest) closest = off, at = step;
   }
   const double mean = s.mean[at], share = 0.5 * std::min(mean / drawing.reference, 1.0);
+  const std::vector<int64_t> order = in_strata(s, at, drawing.strata);
   std::vector<double> mixed(size_t(s.n)), chance(size_t(s.n));
+  std::vector<int64_t> drawn;
   double sum = 0.0, shares = 0.0;
   for (size_t i = 0; i < size_t(s.n); ++i) {
-    const double own = double(s.dropped[int64_t(i) * s.n_steps + at]);
+    const double own = double(s.dropped[order[i] * s.n_steps + at]);
     const double x = mean > 0.0 ? 1.0 - share + share * own / mean : 1.0;
-    mixed[i] = x == x ? x : 1.0;
-    chance[i] = sum += s.weights[i] * mixed[i];
+    mixed[size_t(order[i])] = x == x ? x : 1.0;
+    chance[i] = sum += s.weights[order[i]] * mixed[size_t(order[i])];
   }
   for (int64_t j = 0; j < drawing.m; ++j) {
     const double wanted = (double(j) + drawing.phase) / double(drawing.m) * sum;
     const auto found = std::lower_bound(chance.begin(), chance.end(), wanted);
-    const int64_t place = std::min<int64_t>(found - chance.begin(), s.n - 1);
+    drawn.push_back(order[std::min(size_t(found - chance.begin()), size_t(s.n - 1))]);
+  }
+  std::sort(drawn.begin(), drawn.end());  // rows that are near each other share their key blocks
+  for (int64_t j = 0; j < drawing.m; ++j) {
+    const int64_t place = drawn[size_t(j)];
     rows[j] = s.rows[place];
     shares += weights[j] = 1.0 / mixed[size_t(place)];
     for (int64_t i = 0; i < drawing.n_measured; ++i)

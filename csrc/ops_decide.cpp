@@ -72,7 +72,7 @@ void choose_rows_op(const Tensor& deviation, const Tensor& energy, const Tensor&
 
 void draw_measured_op(const Tensor& rows, const Tensor& weights, const Tensor& dropped,
                       const Tensor& mean, const Tensor& steps, double reference, double phase,
-                      Tensor to_rows, Tensor to_weights, Tensor to_dropped, int64_t isa) {
+                      int64_t strata, Tensor to_rows, Tensor to_weights, Tensor to_dropped, int64_t isa) {
   Arguments arguments;
   Surveyed s{};
   s.rows = arguments.read<int64_t>("rows", rows, {kAny, kAny, kAny});
@@ -85,6 +85,7 @@ void draw_measured_op(const Tensor& rows, const Tensor& weights, const Tensor& d
   Drawing d{};
   d.reference = Arguments::finite("reference", reference);
   d.phase = Arguments::finite("phase", phase);
+  d.strata = in_range("strata", strata, 1, kMaxLength);
   d.steps = arguments.read<int32_t>("steps", steps, {kAny});
   d.n_measured = steps.size(0);
   all_in_range("steps", d.steps, d.n_measured, 0, s.n_steps - 1);
@@ -161,7 +162,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sparge_cpu, m) {
       "Tensor(b!) weights, int isa) -> ()");
   m.def(
       "draw_measured(Tensor rows, Tensor weights, Tensor dropped, Tensor mean, Tensor steps, "
-      "float reference, float phase, Tensor(a!) to_rows, Tensor(b!) to_weights, "
+      "float reference, float phase, int strata, Tensor(a!) to_rows, Tensor(b!) to_weights, "
       "Tensor(c!) to_dropped, int isa) -> ()");
   m.def(
       "decide(Tensor mean, Tensor deviation, Tensor heaviest, Tensor skipping, Tensor total, "

@@ -23,7 +23,8 @@ struct Predictions {
   int64_t stride;  // floats between the rows of `mean` and `rows`
   // In the thread's scratch.
   float *mean, *rows;  // [16][stride] masses
-  float *queries, *scores, *block_max, *block_sum;
+  float *queries, *scores;
+  float *block_max, *block_sum;  // [groups][stride][16]
   char* keys;
   size_t scratch_bytes;
 
@@ -41,10 +42,10 @@ struct Predictions {
     const size_t least = RowScores<Product::f32>::kScoreFloats;
     mean = arena.take<float>(masses);
     rows = arena.take<float>(masses);
-    queries = arena.take<float>(RowScores<Product::f32>::query_floats(s));
+    queries = arena.take<float>(kMaxCheckGroups * RowScores<Product::f32>::query_floats(s));
     scores = arena.take<float>(masses > least ? masses : least);
-    block_max = arena.take<float>(masses);
-    block_sum = arena.take<float>(masses);
+    block_max = arena.take<float>(kMaxCheckGroups * masses);
+    block_sum = arena.take<float>(kMaxCheckGroups * masses);
     keys = arena.take<char>(RowScores<Product::f32>::key_bytes(s));
     scratch_bytes = arena.used;
   }
@@ -110,7 +111,8 @@ struct Predictions {
   void predict_rows() {
     std::memset(rows, 0, size_t(stride * kLanes) * 4);
     int attending[kLanes] = {};
-    int64_t row_of[kLanes], block_of[kLanes];
+    constexpr int most = kMaxCheckGroups * kLanes;
+    int64_t row_of[most], block_of[most];
     int n = 0;
     for (int64_t i = 0; i < n_blocks; ++i) {
       const int64_t start = (first + i) * kBlockQ;
@@ -119,7 +121,7 @@ struct Predictions {
       for (int64_t x = 0; x < r; ++x) {
         row_of[n] = start + (x + 1) * valid / r - 1;
         block_of[n++] = i;
-        if (n == kLanes || (i + 1 == n_blocks && x + 1 == r)) {
+        if (n == most || (i + 1 == n_blocks && x + 1 == r)) {
           score_rows<P>(row_of, block_of, n, attending);
           n = 0;
         }
@@ -130,38 +132,57 @@ struct Predictions {
         rows[i * stride + j] /= float(attending[i]);
   }
 
-  // Exact masses of up to 16 rows, added to those of their query blocks.
+  // Exact masses of some rows, 16 to a group, added to those of their query blocks. The groups
+  // share each key block.
   template <Product P>
   void score_rows(const int64_t* row_of, const int64_t* block_of, int n, int* attending) {
-    RowScores<P> exact;
-    exact.begin(a, b, h, row_of, n, queries, scores);
-    F32x16 row_max = broadcast(-INFINITY);
-    int64_t end = 0;  // no row may attend blocks from here on
-    for (int64_t j = 0; j < n_k; ++j) {
-      const Kind kind = exact.kind(j);
-      if (kind == kExcluded) {
-        store(block_max + j * kLanes, broadcast(-INFINITY));
-        store(block_sum + j * kLanes, zero());
-        continue;
-      }
-      end = j + 1;
-      const F32x16 most = exact.score(exact.key(j, keys), j, kind);
-      const F32x16 shift = select(less(broadcast(-INFINITY), most), most, zero());
-      F32x16 sum = zero();
-      for (int i = 0; i < kBlockK; ++i) sum = sum + exp2<6>(load(scores + i * kLanes) - shift);
-      store(block_max + j * kLanes, most);
-      store(block_sum + j * kLanes, sum);
-      row_max = max(most, row_max);
+    RowScores<P> exact[kMaxCheckGroups];
+    alignas(64) float row_max[kMaxCheckGroups][kLanes];
+    int64_t end[kMaxCheckGroups] = {};  // no row of the group may attend blocks from here on
+    const int n_groups = (n + kLanes - 1) / kLanes;
+    for (int g = 0; g < n_groups; ++g) {
+      const int left = n - g * kLanes;
+      exact[g].begin(a, b, h, row_of + g * kLanes, left < kLanes ? left : kLanes,
+                     queries + size_t(g) * RowScores<P>::query_floats(s), scores);
+      store(row_max[g], broadcast(-INFINITY));
     }
+    for (int64_t j = 0; j < n_k; ++j) {
+      KeyBlock key{};
+      for (int g = 0; g < n_groups; ++g) {
+        float *own_max = block_max + (g * stride + j) * kLanes,
+              *own_sum = block_sum + (g * stride + j) * kLanes;
+        const Kind kind = exact[g].kind(j);
+        if (kind == kExcluded) {
+          store(own_max, broadcast(-INFINITY));
+          store(own_sum, zero());
+          continue;
+        }
+        end[g] = j + 1;
+        if (!key.words.data) key = exact[g].key(j, keys);
+        const F32x16 most = exact[g].score(key, j, kind);
+        const F32x16 shift = select(less(broadcast(-INFINITY), most), most, zero());
+        F32x16 sum = zero();
+        for (int i = 0; i < kBlockK; ++i) sum = sum + exp2<6>(load(scores + i * kLanes) - shift);
+        store(own_max, most);
+        store(own_sum, sum);
+        store(row_max[g], max(most, load(row_max[g])));
+      }
+    }
+    for (int g = 0; g < n_groups; ++g)
+      add_masses(block_max + g * stride * kLanes, block_sum + g * stride * kLanes, end[g],
+                 load(row_max[g]), exact[g].factor, block_of + g * kLanes, exact[g].n, attending);
+  }
+
+  void add_masses(const float* of_max, float* of_sum, int64_t end, F32x16 row_max,
+                  const float* factor, const int64_t* block_of, int n, int* attending) {
     const F32x16 shift = select(less(broadcast(-INFINITY), row_max), row_max, zero());
     F32x16 whole = zero();
     for (int64_t j = 0; j < end; ++j) {
-      const F32x16 weight = exp2<6>(load(block_max + j * kLanes) - shift);
-      const F32x16 sum = load(block_sum + j * kLanes);
+      const F32x16 highest = load(of_max + j * kLanes), sum = load(of_sum + j * kLanes);
       // A block without a maximum has no mass, unless it has NaN.
       const F32x16 mass =
-          select(less(broadcast(-INFINITY), load(block_max + j * kLanes)), sum * weight, sum);
-      store(block_sum + j * kLanes, mass);
+          select(less(broadcast(-INFINITY), highest), sum * exp2<6>(highest - shift), sum);
+      store(of_sum + j * kLanes, mass);
       whole = whole + mass;
     }
     alignas(64) float total[kLanes];
@@ -170,9 +191,9 @@ struct Predictions {
       if (total[i] == 0.0f) continue;
       ++attending[block_of[i]];
       // A row that is not finite makes the whole prediction of its block NaN.
-      const float inverse = std::fabs(exact.factor[i]) < INFINITY ? 1.0f / total[i] : NAN;
+      const float inverse = std::fabs(factor[i]) < INFINITY ? 1.0f / total[i] : NAN;
       float* out = rows + block_of[i] * stride;
-      for (int64_t j = 0; j < end; ++j) out[j] += block_sum[j * kLanes + i] * inverse;
+      for (int64_t j = 0; j < end; ++j) out[j] += of_sum[j * kLanes + i] * inverse;
     }
   }
 

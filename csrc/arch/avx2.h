@@ -262,6 +262,13 @@ inline I32x16 mad_i16(I32x16 acc, const char* a, I32x16 b) {
           _mm256_add_epi32(acc.hi, _mm256_madd_epi16(x, b.hi))};
 }
 
+// Sum of 64 codes.
+inline int32_t sum_i8(const int8_t* p) {
+  int32_t sum = 0;
+  for (int i = 0; i < 64; ++i) sum += p[i];
+  return sum;
+}
+
 }  // namespace
 }  // namespace sparge
 

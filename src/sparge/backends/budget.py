@@ -59,6 +59,9 @@ MEASURED = 32
 PHASE = 0.4837
 """Where in its share of the chances each measured row is drawn: not at a fraction that equal
 weights could tie with."""
+STRATA = 4
+"""Measured rows are spread over strata of equal size, of rows that drop little to rows that drop
+much: concentrated rows and flat ones differ in size and error."""
 REFERENCE = 0.03
 """Measured rows are drawn by what they drop at the step whose rows drop this much on average."""
 Z = 1.64
@@ -164,7 +167,7 @@ def rows_of_blocks(n_q: int) -> tuple[int, int]:
 
 def measured_rows(n_q: int) -> int:
     """Of one head."""
-    return MEASURED if n_q >= FEW_BLOCKS else MEASURED // 2
+    return MEASURED
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -302,10 +305,15 @@ def draw_measured(
     mean = mean.gather(-1, at)
     share = 0.5 * (mean / REFERENCE).clamp(max=1.0)
     mixed = torch.where(mean > 0, 1.0 - share + share * own / mean, 1.0).nan_to_num(1.0)
-    chance = (weights * mixed).cumsum(-1)
+    n = own.shape[-1]
+    # Places by stratum, and by position within each.
+    rank = own.nan_to_num(torch.inf).sort(dim=-1, stable=True).indices.argsort(-1)
+    order = (rank * STRATA // n * n + torch.arange(n, device=own.device)).argsort(-1)
+    chance = (weights * mixed).gather(-1, order).cumsum(-1)
     m = measured_rows(n_q)
     at_chance = (torch.arange(m, device=dropped.device).double() + PHASE) / m * chance[..., -1:]
-    places = torch.searchsorted(chance, at_chance).clamp(max=weights.shape[-1] - 1)
+    places = order.gather(-1, torch.searchsorted(chance, at_chance).clamp(max=n - 1))
+    places = places.sort(-1).values
     share = 1.0 / mixed.gather(-1, places)
     dropped = dropped[..., list(MEASURED_STEPS)]
     of_places = places[..., None].expand(*places.shape, dropped.shape[-1])

@@ -170,6 +170,7 @@ def _draw_measured(
         steps,
         budget.REFERENCE,
         budget.PHASE,
+        budget.STRATA,
         rows,
         weights,
         dropped,
