@@ -114,17 +114,19 @@ struct Drawing {
 };
 
 // Places by what they drop at a step, in strata of the same size, and by position within each.
+// Places that only small budgets survey come last, whatever is known of them.
 inline std::vector<int64_t> in_strata(const Surveyed& s, int64_t step, int64_t strata) {
   std::vector<int64_t> order(static_cast<size_t>(s.n)), stratum(static_cast<size_t>(s.n));
   for (int64_t i = 0; i < s.n; ++i) order[size_t(i)] = i;
   const auto drops = [&](int64_t i) {
     const float x = s.dropped[i * s.n_steps + step];
-    return x == x ? x : INFINITY;
+    return x == x && s.weights[i] > 0.0 ? x : INFINITY;
   };
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t i, int64_t j) { return drops(i) < drops(j); });
+  const int64_t held = std::count_if(s.weights, s.weights + s.n, [](double w) { return w > 0.0; });
   for (int64_t rank = 0; rank < s.n; ++rank)
-    stratum[size_t(order[size_t(rank)])] = rank * strata / s.n;
+    stratum[size_t(order[size_t(rank)])] = rank * strata / std::max<int64_t>(held, 1);
   std::sort(order.begin(), order.end(), [&](int64_t i, int64_t j) {
     return std::make_pair(stratum[size_t(i)], i) < std::make_pair(stratum[size_t(j)], j);
   });

@@ -59,7 +59,7 @@ MEASURED = 32
 PHASE = 0.4837
 """Where in its share of the chances each measured row is drawn: not at a fraction that equal
 weights could tie with."""
-STRATA = 4
+STRATA = 8
 """Measured rows are spread over strata of equal size, of rows that drop little to rows that drop
 much: concentrated rows and flat ones differ in size and error."""
 REFERENCE = 0.03
@@ -306,9 +306,11 @@ def draw_measured(
     share = 0.5 * (mean / REFERENCE).clamp(max=1.0)
     mixed = torch.where(mean > 0, 1.0 - share + share * own / mean, 1.0).nan_to_num(1.0)
     n = own.shape[-1]
-    # Places by stratum, and by position within each.
-    rank = own.nan_to_num(torch.inf).sort(dim=-1, stable=True).indices.argsort(-1)
-    order = (rank * STRATA // n * n + torch.arange(n, device=own.device)).argsort(-1)
+    # Places by stratum, and by position within each; those that only small budgets survey last.
+    drops = torch.where(weights > 0, own.nan_to_num(torch.inf), torch.inf)
+    rank = drops.sort(dim=-1, stable=True).indices.argsort(-1)
+    stratum = rank * STRATA // (weights > 0).sum(-1, True).clamp(min=1)
+    order = (stratum * n + torch.arange(n, device=own.device)).argsort(-1)
     chance = (weights * mixed).gather(-1, order).cumsum(-1)
     m = measured_rows(n_q)
     at_chance = (torch.arange(m, device=dropped.device).double() + PHASE) / m * chance[..., -1:]
