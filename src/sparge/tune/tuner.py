@@ -128,7 +128,8 @@ def tune_head_settings(
     check_bounds(l1, l2)
     facts = {"is_causal": is_causal, "scale": scale}
     captures = captures_of(query, key, value, facts, blocks=blocks)
-    plain = replace(DEFAULT, local_blocks=0)  # as the original, whose users call this
+    # As the original, whose users call this.
+    plain = replace(DEFAULT, local_blocks=0, skipped="drop")
     tuned = tune_layer(captures, l1=l1, l2=l2, base=plain, predictors=("mean",), backend=backend)
     return tuned.settings.recipe_with(tuned.settings.heads)
 
