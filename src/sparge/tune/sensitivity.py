@@ -1,0 +1,248 @@
+"""How far each layer's attention error moves the model's output, measured one layer at a time.
+
+For each input: a dense run, then each layer alone sparse at a few levels, the blocks before it
+skipped. Every result goes to the state as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..dispatch import AUTO, DENSE
+from ..integrations import accelerate
+from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings
+from ..recipe import KeepMass, Recipe
+from .allocate import Option
+from .capture import BLOCKS, Capture, backend_for, captures_of
+from .layer_levels import HeadCurves, Level, curves_of, levels_of
+from .model_tracer import Inputs, inputs_digest
+from .output_measure import Measure
+from .output_state import OutputState
+from .prefix import Prefix
+
+ANCHORS = (0.0, 0.1, 0.35)
+"""Errors of a layer's attention at which the model's output is measured; the change between them
+is taken as proportional to the squared error. At 0 everything is kept: that is the precision."""
+SAME = 1e-9
+"""Changes below this are those of no change at all."""
+Layers = Iterable[str] | Callable[[str], bool] | None
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The change of the model's output at some errors of one layer, ascending from 0."""
+
+    errors: tuple[float, ...]
+    changes: tuple[float, ...]
+
+    def change_at(self, error: float) -> float:
+        """Beyond what everything kept changes; linear in the squared error."""
+        x = [e * e for e in self.errors]
+        y = [max(change - self.changes[0], 0.0) for change in self.changes]
+        for i in range(1, len(y)):
+            y[i] = max(y[i], y[i - 1])
+        at, last = error * error, len(x) - 1
+        for i in range(1, len(x)):
+            if at <= x[i] or i == last:
+                low, rise = y[i - 1], (y[i] - y[i - 1]) / (x[i] - x[i - 1])
+                return low + rise * (at - x[i - 1])
+        return 0.0
+
+
+@dataclass(frozen=True)
+class TunedModel:
+    """What measuring a model needs: itself, its attention layers, and what runs in them.
+
+    recipe: all but how much is kept. backend: the name of a sparse one, or AUTO to choose it.
+    """
+
+    model: nn.Module
+    measure: Measure
+    names: tuple[str, ...]
+    recipe: Recipe
+    backend: str = AUTO
+    blocks: int = BLOCKS
+
+    def settings(self, masses: Sequence[float], *, is_causal: bool) -> LayerSettings:
+        """One layer with a mass for each head."""
+        n, base = len(masses), self.recipe
+        fields = {name: getattr(base, name) for name in RECIPE_FIELDS}
+        fields["local_blocks"] = base.window(is_causal)
+        similarity, pv_skip = (
+            value if isinstance(value, tuple) else (value,) * n
+            for value in (base.min_similarity, base.pv_skip)
+        )
+        heads = tuple(
+            HeadSettings(mass, min_similarity, skip)
+            for mass, min_similarity, skip in zip(masses, similarity, pv_skip, strict=True)
+        )
+        return LayerSettings(heads=heads, **fields)
+
+
+def attention_layers(model: nn.Module, layers: Layers = None) -> tuple[str, ...]:
+    """The names of the attention modules to tune."""
+    with accelerate(model, backend=DENSE, layers=layers) as handle:
+        return tuple(each.name for each in handle.report().layers if each.recipe is not None)
+
+
+def base_recipe(recipe: Recipe) -> Recipe:
+    """How much it keeps is what is tuned."""
+    return replace(recipe, keep=KeepMass())
+
+
+def measure_curves(
+    tuned: TunedModel, inputs: Sequence[Inputs], state: OutputState, step: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Of every layer the curves of its heads over all inputs, and what runs in it."""
+    found: dict[str, dict[str, Any]] = {}
+    for given in inputs:
+        digest = inputs_digest(given)[:12]
+        one = state.get(f"curves {digest}")
+        if one is None:
+            one = state.put(f"curves {digest}", _curves_on(tuned, given))
+        step(f"scored input {digest}")
+        for name, layer in one.items():
+            if name in found:
+                layer = layer | {"curves": vars(_curves(found[name]) + _curves(layer))}
+            found[name] = layer
+    return found
+
+
+def _curves(layer: Mapping[str, Any]) -> HeadCurves:
+    return HeadCurves(**layer["curves"])
+
+
+def layer_levels(layer: Mapping[str, Any]) -> list[Level]:
+    return levels_of(_curves(layer))
+
+
+def _curves_on(tuned: TunedModel, given: Inputs) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def tap(name: str, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> None:
+        captures: list[Capture] = captures_of(query, key, value, facts, blocks=tuned.blocks)
+        engine = backend_for(captures[0], tuned.recipe, tuned.backend)
+        curves = curves_of(captures, tuned.recipe, engine)
+        if name in found:
+            curves = curves + _curves(found[name])
+        causal = captures[0].is_causal
+        found[name] = {"curves": vars(curves), "causal": causal, "backend": engine.name}
+
+    with accelerate(tuned.model, backend=DENSE, layers=list(tuned.names)) as handle:
+        for name in tuned.names:
+            handle.tap(name, partial(tap, name))
+        tuned.measure.run(given)
+    if not found:
+        raise ValueError(
+            f"inputs must be longer than one token: no attention of "
+            f"{type(tuned.model).__name__} ran through sparge"
+        )
+    return found
+
+
+def anchor_levels(levels: Sequence[Level]) -> list[Level]:
+    """The levels that are measured: everything kept, and those nearest to the other anchors."""
+    chosen = [levels[0]]
+    for anchor in ANCHORS[1:]:
+        near = min(levels[1:], key=lambda each: abs(math.log(each.error / anchor)), default=None)
+        if near is not None and near.error > chosen[-1].error:
+            chosen.append(near)
+    return chosen
+
+
+def measure_sensitivity(
+    tuned: TunedModel,
+    inputs: Sequence[Inputs],
+    layers: Mapping[str, Mapping[str, Any]],
+    state: OutputState,
+    step: Callable[[str], None],
+) -> dict[str, Sensitivity]:
+    """Every layer alone at its anchor levels, averaged over the inputs."""
+    anchors = {name: anchor_levels(layer_levels(layer)) for name, layer in layers.items()}
+    prefix = Prefix(tuned.model, tuned.names)
+    sums: dict[str, list[float]] = {name: [0.0] * len(each) for name, each in anchors.items()}
+    for given in inputs:
+        digest, dense = inputs_digest(given)[:12], None
+        for name, levels in anchors.items():
+            for i, level in enumerate(levels):
+                key = f"change {digest} {name} {level.error:.6f}"
+                change = state.get(key)
+                if change is None:
+                    if dense is None:
+                        dense = _dense_run(tuned, prefix, given)
+                    change = _change_of(tuned, prefix, given, dense, name, layers[name], level)
+                    change = state.put(key, change)
+                sums[name][i] += change / len(inputs)
+            step(f"measured {name} on input {digest}")
+        prefix.forget()
+    return {
+        name: Sensitivity(tuple(level.error for level in each), tuple(sums[name]))
+        for name, each in anchors.items()
+    }
+
+
+def _dense_run(tuned: TunedModel, prefix: Prefix, given: Inputs) -> Any:
+    """The dense output; the outputs of the blocks too, if the model can go on from them."""
+    with prefix.recording():
+        dense = tuned.measure.run(given)
+    last = max(prefix.block_of, key=prefix.block_of.__getitem__, default=None)
+    if last is not None:
+        try:
+            with prefix.before(last):
+                again = tuned.measure.change(dense, tuned.measure.run(given), given)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+            again = math.inf  # a block that needs more of those before it than their output
+        if not again < SAME:
+            prefix.block_of = {}
+    return dense
+
+
+def _change_of(
+    tuned: TunedModel,
+    prefix: Prefix,
+    given: Inputs,
+    dense: Any,
+    name: str,
+    layer: Mapping[str, Any],
+    level: Level,
+) -> float:
+    settings = tuned.settings(level.masses, is_causal=layer["causal"])
+    recipe = settings.recipe_with(settings.heads)
+    with (
+        accelerate(tuned.model, recipe, layers=lambda each: each == name, backend=layer["backend"]),
+        prefix.before(name),
+    ):
+        sparse = tuned.measure.run(given)
+    return tuned.measure.change(dense, sparse, given)
+
+
+def layer_options(
+    layers: Mapping[str, Mapping[str, Any]], sensitivities: Mapping[str, Sensitivity]
+) -> dict[str, list[Option]]:
+    """The options of every layer: its own dense attention, then its levels.
+
+    The precision's change counts in a layer that is not dense, beyond the least that any layer
+    shows: rounding in the layers behind moves the output by that much once, however many change.
+    """
+    rounding = min((each.changes[0] for each in sensitivities.values()), default=0.0)
+    options = {}
+    for name, layer in layers.items():
+        allowed, of = sum(layer["curves"]["allowed"]), sensitivities[name]
+        fixed = max(of.changes[0] - rounding, 0.0)
+        options[name] = [Option(allowed, 0.0)] + [
+            Option(level.density * allowed, fixed + of.change_at(level.error))
+            for level in layer_levels(layer)
+        ]
+    return options
+
+
+def level_of(layer: Mapping[str, Any], option: int) -> Level | None:
+    """The level by its number in `layer_options`; None is the layer's own dense attention."""
+    return layer_levels(layer)[option - 1] if option else None
+
