@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 Part = TypeVar("Part", bound=Hashable)
@@ -67,7 +68,7 @@ def steps_of(parts: Mapping[Part, Sequence[Option]]) -> tuple[dict[Part, int], l
             raise ValueError(f"every part needs at least one option, {part!r} has none")
         corners = hull(options)
         first[part] = corners[0]
-        for a, b in zip(corners, corners[1:], strict=False):
+        for a, b in pairwise(corners):
             saved = options[a].kept - options[b].kept
             step = Step(part, b, saved, options[b].change - options[a].change)
             steps.append((_rate(options, a, b), step))

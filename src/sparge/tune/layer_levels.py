@@ -7,6 +7,7 @@ heads of the layer together, where it saves most.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +25,9 @@ from .search import kept_sets
 
 MASSES = (*SEARCHED, 1.0)
 """The last one keeps everything: its error is that of the precision alone."""
-ERRORS = tuple(round(0.01 * 2 ** (i / 3), 4) for i in range(19))
-"""Relative errors (L2) of a layer's attention, 0.01 to 0.64, each of them a level."""
+ERRORS = (*(round(0.01 * 2 ** (i / 3), 4) for i in range(19)), math.inf)
+"""Relative errors (L2) of a layer's attention, 0.01 to 0.64, each of them a level; the last level
+is the sparsest there is."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +110,23 @@ def levels_of(curves: HeadCurves, errors: Sequence[float] = ERRORS) -> list[Leve
     levels = [Level(0.0, (1.0,) * len(options), 1.0)]
     spent, done = 0.0, 0
     for error in errors:
-        before = done
         while done < len(steps) and spent + steps[done].change <= error**2 * right:
             spent += steps[done].change
             chosen[steps[done].part] = steps[done].option  # type: ignore[index]
             done += 1
-        if done > before:
-            masses = tuple(MASSES[i] for i in chosen.values())
+        masses = tuple(MASSES[i] for i in chosen.values())
+        if masses != levels[-1].masses:
             kept = sum(options[h][i].kept for h, i in chosen.items())
             levels.append(Level((spent / right) ** 0.5, masses, kept / max(allowed, 1)))
     return levels
 
 
-def even_levels(curves: HeadCurves, masses: Sequence[float] = MASSES) -> list[Level]:
-    """Levels of one mass for all heads, for comparison."""
+def even_levels(curves: HeadCurves) -> list[Level]:
+    """Levels of one mass for all heads, to compare with."""
     right, allowed = sum(curves.right), sum(curves.allowed)
-    levels = [Level(0.0, (1.0,) * len(curves.kept), 1.0)]
+    levels = []
     for i, mass in reversed(list(enumerate(MASSES))):
-        if mass in masses:
-            wrong = sum(max(row[i] - row[-1], 0.0) for row in curves.wrong)
-            density = sum(row[i] for row in curves.kept) / max(allowed, 1)
-            levels.append(Level((wrong / right) ** 0.5, (mass,) * len(curves.kept), density))
+        wrong = sum(max(row[i] - row[-1], 0.0) for row in curves.wrong)
+        density = sum(row[i] for row in curves.kept) / max(allowed, 1)
+        levels.append(Level((wrong / right) ** 0.5, (mass,) * len(curves.kept), density))
     return levels

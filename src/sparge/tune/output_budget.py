@@ -34,7 +34,7 @@ from .sensitivity import (
     attention_layers,
     base_recipe,
     layer_options,
-    level_of,
+    levels_of_layers,
     measure_curves,
     measure_sensitivity,
 )
@@ -44,7 +44,7 @@ State = str | os.PathLike[str] | None
 Step = Callable[[str], None]
 
 
-class TargetNotMet(Exception):
+class TargetNotMet(RuntimeError):  # noqa: N818 - reads as the answer it is
     """No sparse settings keep the output within the target; the message has the figures."""
 
 
@@ -155,9 +155,10 @@ def tune_inputs(
 ) -> OutputResult:
     """Score, measure, allocate, verify and scale."""
     layers = measure_curves(tuned, inputs, state, step)
-    sensitivities = measure_sensitivity(tuned, inputs, layers, state, step)
-    options = layer_options(layers, sensitivities)
-    verifier = Verifier(tuned, held_out, layers, state, step)
+    levels = levels_of_layers(layers)
+    sensitivities = measure_sensitivity(tuned, inputs, layers, levels, state, step)
+    options = layer_options(layers, levels, sensitivities)
+    verifier = Verifier(tuned, held_out, layers, levels, state, step)
     measure = tuned.measure
     best = scale_to_target(
         options,
@@ -168,7 +169,7 @@ def tune_inputs(
     )
     if best is None or best.density > NO_GAIN:
         raise TargetNotMet(_why_not(verifier, target, best))
-    levels = {name: level_of(layers[name], i) for name, i in best.options.items()}
+    chosen = {name: levels[name][i - 1].error if i else 0.0 for name, i in best.options.items()}
     provenance = {
         "held_out": {
             **best.figures,
@@ -180,7 +181,7 @@ def tune_inputs(
             name: {
                 "errors": [round(e, 5) for e in of.errors],
                 "changes": [float(f"{change:.4g}") for change in of.changes],
-                "chosen": 0.0 if (level := levels[name]) is None else round(level.error, 5),
+                "chosen": round(chosen[name], 5),
             }
             for name, of in sensitivities.items()
         },

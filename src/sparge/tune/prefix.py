@@ -37,9 +37,11 @@ class Prefix:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._outputs = [found[i] for i in range(len(found))] if set(found) == {
-            *range(len(self.blocks))
-        } else []
+        self._outputs = (
+            [found[i] for i in range(len(found))]
+            if set(found) == {*range(len(self.blocks))}
+            else []
+        )
 
     @contextmanager
     def before(self, name: str) -> Iterator[None]:

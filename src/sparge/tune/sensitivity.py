@@ -31,6 +31,7 @@ ANCHORS = (0.0, 0.1, 0.35)
 is taken as proportional to the squared error. At 0 everything is kept: that is the precision."""
 SAME = 1e-9
 """Changes below this are those of no change at all."""
+Levels = Mapping[str, Sequence[Level]]
 Layers = Iterable[str] | Callable[[str], bool] | None
 
 
@@ -118,8 +119,11 @@ def _curves(layer: Mapping[str, Any]) -> HeadCurves:
     return HeadCurves(**layer["curves"])
 
 
-def layer_levels(layer: Mapping[str, Any]) -> list[Level]:
-    return levels_of(_curves(layer))
+def levels_of_layers(
+    layers: Mapping[str, Mapping[str, Any]], of: Callable[[HeadCurves], list[Level]] = levels_of
+) -> Levels:
+    """The levels of every layer from its curves, everything kept first."""
+    return {name: of(_curves(layer)) for name, layer in layers.items()}
 
 
 def _curves_on(tuned: TunedModel, given: Inputs) -> dict[str, Any]:
@@ -148,9 +152,9 @@ def _curves_on(tuned: TunedModel, given: Inputs) -> dict[str, Any]:
 
 def anchor_levels(levels: Sequence[Level]) -> list[Level]:
     """The levels that are measured: everything kept, and those nearest to the other anchors."""
-    chosen = [levels[0]]
+    chosen, wrong = [levels[0]], [level for level in levels if level.error > 0.0]
     for anchor in ANCHORS[1:]:
-        near = min(levels[1:], key=lambda each: abs(math.log(each.error / anchor)), default=None)
+        near = min(wrong, key=lambda each: abs(math.log(each.error / anchor)), default=None)
         if near is not None and near.error > chosen[-1].error:
             chosen.append(near)
     return chosen
@@ -160,17 +164,18 @@ def measure_sensitivity(
     tuned: TunedModel,
     inputs: Sequence[Inputs],
     layers: Mapping[str, Mapping[str, Any]],
+    levels: Levels,
     state: OutputState,
     step: Callable[[str], None],
 ) -> dict[str, Sensitivity]:
     """Every layer alone at its anchor levels, averaged over the inputs."""
-    anchors = {name: anchor_levels(layer_levels(layer)) for name, layer in layers.items()}
+    anchors = {name: anchor_levels(each) for name, each in levels.items()}
     prefix = Prefix(tuned.model, tuned.names)
     sums: dict[str, list[float]] = {name: [0.0] * len(each) for name, each in anchors.items()}
     for given in inputs:
         digest, dense = inputs_digest(given)[:12], None
-        for name, levels in anchors.items():
-            for i, level in enumerate(levels):
+        for name, few in anchors.items():
+            for i, level in enumerate(few):
                 key = f"change {digest} {name} {level.error:.6f}"
                 change = state.get(key)
                 if change is None:
@@ -223,7 +228,9 @@ def _change_of(
 
 
 def layer_options(
-    layers: Mapping[str, Mapping[str, Any]], sensitivities: Mapping[str, Sensitivity]
+    layers: Mapping[str, Mapping[str, Any]],
+    levels: Levels,
+    sensitivities: Mapping[str, Sensitivity],
 ) -> dict[str, list[Option]]:
     """The options of every layer: its own dense attention, then its levels.
 
@@ -237,12 +244,6 @@ def layer_options(
         fixed = max(of.changes[0] - rounding, 0.0)
         options[name] = [Option(allowed, 0.0)] + [
             Option(level.density * allowed, fixed + of.change_at(level.error))
-            for level in layer_levels(layer)
+            for level in levels[name]
         ]
     return options
-
-
-def level_of(layer: Mapping[str, Any], option: int) -> Level | None:
-    """The level by its number in `layer_options`; None is the layer's own dense attention."""
-    return layer_levels(layer)[option - 1] if option else None
-

@@ -16,14 +16,14 @@ from ..recipe import KeepMass
 from .allocate import Option, allocate
 from .model_tracer import Inputs, inputs_digest
 from .output_state import OutputState
-from .sensitivity import TunedModel, level_of
+from .sensitivity import Levels, TunedModel
 
 CHECKS = 7
 """Allocations that are run on the held-out inputs at most."""
 CLOSE = 0.04
 """A target is used up well enough within this share of it."""
-LEAST = 1e-3
-"""Share of the target below which nothing more is tried."""
+LEAST, MOST, TRIES = 1e-3, 1e4, 40
+"""The sums of changes that are tried, against the one to begin with, and how many of them."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,14 @@ class Checked:
 class Verifier:
     """Runs allocations on held-out inputs; dense outputs are kept in memory, results in the state.
 
-    layers: what `measure_curves` found.
+    layers: what `measure_curves` found; levels: theirs, numbered from 1 on as options, of which 0
+    is the layer's own dense attention.
     """
 
     tuned: TunedModel
     held_out: Sequence[Inputs]
     layers: Mapping[str, Mapping[str, Any]]
+    levels: Levels
     state: OutputState
     step: Callable[[str], None] = lambda what: None
     _dense: dict[str, Any] = field(default_factory=dict)
@@ -65,11 +67,9 @@ class Verifier:
         return self._summary(self._on_every_input("everything kept", recipe=recipe))
 
     def settings_of(self, name: str, option: int) -> LayerSettings:
-        layer = self.layers[name]
-        level, n = level_of(layer, option), len(layer["curves"]["allowed"])
-        masses = (1.0,) * n if level is None else level.masses
-        settings = self.tuned.settings(masses, is_causal=layer["causal"])
-        return replace(settings, heads=(HeadSettings(),) * n) if level is None else settings
+        masses = self.levels[name][max(option - 1, 0)].masses
+        settings = self.tuned.settings(masses, is_causal=self.layers[name]["causal"])
+        return settings if option else replace(settings, heads=(HeadSettings(),) * len(masses))
 
     def _on_every_input(self, which: str, **given: Any) -> list[dict[str, Any]]:
         choice = hashlib.sha256(which.encode()).hexdigest()[:12]
@@ -136,13 +136,16 @@ def scale_to_target(
     """
     best: Checked | None = None
     met, missed, allowed = 0.0, math.inf, first
-    tried: list[dict[str, int]] = []
-    for _ in range(CHECKS):
+    known: dict[tuple[int, ...], Checked] = {}
+    # An allocation that was checked before costs nothing; a small model has few of them.
+    for _ in range(TRIES):
         chosen = allocate(options, allowed)
-        if chosen in tried:
-            break
-        tried.append(chosen)
-        found = check(chosen)
+        key = tuple(chosen.values())
+        if key not in known:
+            if len(known) == CHECKS:
+                break
+            known[key] = check(chosen)
+        found = known[key]
         value = figure(found)
         if value <= target:
             met = allowed
@@ -151,9 +154,10 @@ def scale_to_target(
                 break
         else:
             missed = allowed
-        allowed = allowed * min(max((1.0 - CLOSE / 2) * target / max(value, 1e-12), 0.1), 4.0)
+        ratio = (1.0 - CLOSE / 2) * target / max(value, 1e-12)
+        allowed *= min(max(ratio, 0.1), 4.0)
         if not met < allowed < missed:
-            allowed = math.sqrt(met * missed) if met and missed < math.inf else missed / 4
-        if allowed < LEAST * first:
+            allowed = math.sqrt(met * missed) if met else missed / 4
+        if allowed < LEAST * first or allowed > MOST * first:
             break
     return best
