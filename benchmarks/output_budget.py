@@ -29,17 +29,15 @@ from sparge.tune.layer_levels import even_levels
 from sparge.tune.output_budget import request_of
 from sparge.tune.output_measure import LanguageMeasure, evaluating
 from sparge.tune.output_state import OutputState
-from sparge.tune.sensitivity import (
+from sparge.tune.scored_layers import (
     Levels,
-    Sensitivity,
     TunedModel,
     attention_layers,
     base_recipe,
-    layer_options,
     levels_of_layers,
-    measure_curves,
-    measure_sensitivity,
+    score_layers,
 )
+from sparge.tune.sensitivity import Sensitivity, layer_options, measure_sensitivity
 from sparge.tune.tuning_windows import disjoint_windows
 from sparge.tune.verify import Checked, Verifier, scale_to_target
 
@@ -123,7 +121,7 @@ def measure(
     *,
     parts: bool,
 ) -> list[Row]:
-    layers = measure_curves(tuned, inputs, state, say)
+    layers = score_layers(tuned, inputs, state, say)
     levels = levels_of_layers(layers)
     sensitivities = measure_sensitivity(tuned, inputs, layers, levels, state, say)
     by_mass = levels_of_layers(layers, even_levels)

@@ -12,12 +12,13 @@ import sparge
 from sparge import KeepMass, Profile, Recipe
 from sparge.evaluate.logits import compare, outputs_of
 from sparge.recipe import DEFAULT
-from sparge.tune import TargetNotMet, sensitivity, tune_output, verify
+from sparge.tune import TargetNotMet, scored_layers, sensitivity, tune_output, verify
 from sparge.tune.allocate import Option
 from sparge.tune.layer_levels import MASSES, HeadCurves, even_levels, levels_of
 from sparge.tune.output_measure import LanguageMeasure, _standard_error
 from sparge.tune.prefix import Prefix
-from sparge.tune.sensitivity import Sensitivity, attention_layers
+from sparge.tune.scored_layers import TunedModel, attention_layers
+from sparge.tune.sensitivity import Sensitivity
 from sparge.tune.verify import Checked, scale_to_target
 from tiny_llama import sharp_llama, token_inputs
 
@@ -81,7 +82,7 @@ def test_a_larger_target_keeps_fewer_blocks_and_a_state_serves_both(model, texts
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sensitivity, "_change_of", no_more)
-        patch.setattr(sensitivity, "_curves_on", no_more)
+        patch.setattr(scored_layers, "_score", no_more)
         large = tune_output(model, *texts, max_kl=TARGET * 2, state=state)
     assert large.output["held_out"]["density"] < small.output["held_out"]["density"]
     assert large.output["sensitivity"].keys() == small.output["sensitivity"].keys()
@@ -203,7 +204,7 @@ def test_blocks_that_need_more_than_their_input_are_not_skipped(model, texts):
     first.forward = leave
     last.forward = lambda hidden, *a, **k: plain_last(hidden + 0.1 * left.pop(), *a, **k)
     measure, prefix = LanguageMeasure(model), Prefix(model, attention_layers(model))
-    tuned = sensitivity.TunedModel(model, measure, attention_layers(model), DEFAULT)
+    tuned = TunedModel(model, measure, attention_layers(model), DEFAULT)
     assert prefix.block_of
     sensitivity._dense_run(tuned, prefix, texts[0][0])
     assert prefix.block_of == {}

@@ -16,7 +16,7 @@ import torch
 from ..profile import Profile
 from ..tune.output_budget import TargetNotMet, check_target, steps_in_all, tune_output
 from ..tune.output_measure import KL, PERPLEXITY
-from ..tune.sensitivity import attention_layers
+from ..tune.scored_layers import attention_layers
 from . import BAD_RESULT, INTERRUPTED, OK
 from .arguments import DTYPES, whole
 from .output_figures import held_out_lines

@@ -28,7 +28,7 @@ from .output_budget import (
 )
 from .output_measure import RELATIVE_L2, DenoiserMeasure, evaluating
 from .output_state import OutputState
-from .sensitivity import Layers, TunedModel, attention_layers, base_recipe
+from .scored_layers import Layers, TunedModel, attention_layers, base_recipe
 
 BANDS = ((0.0, 0.5), (0.5, 1.0))
 Band = tuple[float, float]

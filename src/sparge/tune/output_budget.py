@@ -26,18 +26,16 @@ from .capture import BLOCKS
 from .model_tracer import Inputs, inputs_digest
 from .output_measure import KL, PERPLEXITY, LanguageMeasure, Measure, evaluating
 from .output_state import OutputState
-from .search import NO_GAIN
-from .sensitivity import (
+from .scored_layers import (
     Layers,
-    Sensitivity,
     TunedModel,
     attention_layers,
     base_recipe,
-    layer_options,
     levels_of_layers,
-    measure_curves,
-    measure_sensitivity,
+    score_layers,
 )
+from .search import NO_GAIN
+from .sensitivity import Sensitivity, layer_options, measure_sensitivity
 from .verify import CHECKS, Checked, Verifier, scale_to_target
 
 State = str | os.PathLike[str] | None
@@ -154,7 +152,7 @@ def tune_inputs(
     step: Step,
 ) -> OutputResult:
     """Score, measure, allocate, verify and scale."""
-    layers = measure_curves(tuned, inputs, state, step)
+    layers = score_layers(tuned, inputs, state, step)
     levels = levels_of_layers(layers)
     sensitivities = measure_sensitivity(tuned, inputs, layers, levels, state, step)
     options = layer_options(layers, levels, sensitivities)

@@ -7,32 +7,23 @@ skipped. Every result goes to the state as soon as it is there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
-from ..dispatch import AUTO, DENSE
 from ..integrations import accelerate
-from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings
-from ..recipe import KeepMass, Recipe
 from .allocate import Option
-from .capture import BLOCKS, Capture, backend_for, captures_of
-from .layer_levels import HeadCurves, Level, curves_of, levels_of
+from .layer_levels import Level
 from .model_tracer import Inputs, inputs_digest
-from .output_measure import Measure
 from .output_state import OutputState
 from .prefix import Prefix
+from .scored_layers import Levels, ScoredLayer, TunedModel
 
 ANCHORS = (0.0, 0.1, 0.35)
 """Errors of a layer's attention at which the model's output is measured; the change between them
 is taken as proportional to the squared error. At 0 everything is kept: that is the precision."""
 SAME = 1e-9
 """Changes below this are those of no change at all."""
-Levels = Mapping[str, Sequence[Level]]
-Layers = Iterable[str] | Callable[[str], bool] | None
 
 
 @dataclass(frozen=True)
@@ -56,100 +47,6 @@ class Sensitivity:
         return 0.0
 
 
-@dataclass(frozen=True)
-class TunedModel:
-    """What measuring a model needs: itself, its attention layers, and what runs in them.
-
-    recipe: all but how much is kept. backend: the name of a sparse one, or AUTO to choose it.
-    """
-
-    model: nn.Module
-    measure: Measure
-    names: tuple[str, ...]
-    recipe: Recipe
-    backend: str = AUTO
-    blocks: int = BLOCKS
-
-    def settings(self, masses: Sequence[float], *, is_causal: bool) -> LayerSettings:
-        """One layer with a mass for each head."""
-        n, base = len(masses), self.recipe
-        fields = {name: getattr(base, name) for name in RECIPE_FIELDS}
-        fields["local_blocks"] = base.window(is_causal)
-        similarity, pv_skip = (
-            value if isinstance(value, tuple) else (value,) * n
-            for value in (base.min_similarity, base.pv_skip)
-        )
-        heads = tuple(
-            HeadSettings(mass, min_similarity, skip)
-            for mass, min_similarity, skip in zip(masses, similarity, pv_skip, strict=True)
-        )
-        return LayerSettings(heads=heads, **fields)
-
-
-def attention_layers(model: nn.Module, layers: Layers = None) -> tuple[str, ...]:
-    """The names of the attention modules to tune."""
-    with accelerate(model, backend=DENSE, layers=layers) as handle:
-        return tuple(each.name for each in handle.report().layers if each.recipe is not None)
-
-
-def base_recipe(recipe: Recipe) -> Recipe:
-    """How much it keeps is what is tuned."""
-    return replace(recipe, keep=KeepMass())
-
-
-def measure_curves(
-    tuned: TunedModel, inputs: Sequence[Inputs], state: OutputState, step: Callable[[str], None]
-) -> dict[str, dict[str, Any]]:
-    """Of every layer the curves of its heads over all inputs, and what runs in it."""
-    found: dict[str, dict[str, Any]] = {}
-    for given in inputs:
-        digest = inputs_digest(given)[:12]
-        one = state.get(f"curves {digest}")
-        if one is None:
-            one = state.put(f"curves {digest}", _curves_on(tuned, given))
-        step(f"scored input {digest}")
-        for name, layer in one.items():
-            if name in found:
-                layer = layer | {"curves": vars(_curves(found[name]) + _curves(layer))}
-            found[name] = layer
-    return found
-
-
-def _curves(layer: Mapping[str, Any]) -> HeadCurves:
-    return HeadCurves(**layer["curves"])
-
-
-def levels_of_layers(
-    layers: Mapping[str, Mapping[str, Any]], of: Callable[[HeadCurves], list[Level]] = levels_of
-) -> Levels:
-    """The levels of every layer from its curves, everything kept first."""
-    return {name: of(_curves(layer)) for name, layer in layers.items()}
-
-
-def _curves_on(tuned: TunedModel, given: Inputs) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-
-    def tap(name: str, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]) -> None:
-        captures: list[Capture] = captures_of(query, key, value, facts, blocks=tuned.blocks)
-        engine = backend_for(captures[0], tuned.recipe, tuned.backend)
-        curves = curves_of(captures, tuned.recipe, engine)
-        if name in found:
-            curves = curves + _curves(found[name])
-        causal = captures[0].is_causal
-        found[name] = {"curves": vars(curves), "causal": causal, "backend": engine.name}
-
-    with accelerate(tuned.model, backend=DENSE, layers=list(tuned.names)) as handle:
-        for name in tuned.names:
-            handle.tap(name, partial(tap, name))
-        tuned.measure.run(given)
-    if not found:
-        raise ValueError(
-            f"inputs must be longer than one token: no attention of "
-            f"{type(tuned.model).__name__} ran through sparge"
-        )
-    return found
-
-
 def anchor_levels(levels: Sequence[Level]) -> list[Level]:
     """The levels that are measured: everything kept, and those nearest to the other anchors."""
     chosen, wrong = [levels[0]], [level for level in levels if level.error > 0.0]
@@ -163,7 +60,7 @@ def anchor_levels(levels: Sequence[Level]) -> list[Level]:
 def measure_sensitivity(
     tuned: TunedModel,
     inputs: Sequence[Inputs],
-    layers: Mapping[str, Mapping[str, Any]],
+    layers: Mapping[str, ScoredLayer],
     levels: Levels,
     state: OutputState,
     step: Callable[[str], None],
@@ -214,21 +111,23 @@ def _change_of(
     given: Inputs,
     dense: Any,
     name: str,
-    layer: Mapping[str, Any],
+    layer: ScoredLayer,
     level: Level,
 ) -> float:
-    settings = tuned.settings(level.masses, is_causal=layer["causal"])
+    settings = tuned.settings(level.masses, is_causal=layer.is_causal)
     recipe = settings.recipe_with(settings.heads)
     with (
-        accelerate(tuned.model, recipe, layers=lambda each: each == name, backend=layer["backend"]),
+        accelerate(tuned.model, recipe, layers=lambda each: each == name, backend=layer.backend),
         prefix.before(name),
     ):
-        sparse = tuned.measure.run(given)
-    return tuned.measure.change(dense, sparse, given)
+        change = tuned.measure.change(dense, tuned.measure.run(given), given)
+    if not math.isfinite(change):
+        raise ValueError(f"the output must be finite to be compared; with {name} sparse it is not")
+    return change
 
 
 def layer_options(
-    layers: Mapping[str, Mapping[str, Any]],
+    layers: Mapping[str, ScoredLayer],
     levels: Levels,
     sensitivities: Mapping[str, Sensitivity],
 ) -> dict[str, list[Option]]:
@@ -240,7 +139,7 @@ def layer_options(
     rounding = min((each.changes[0] for each in sensitivities.values()), default=0.0)
     options = {}
     for name, layer in layers.items():
-        allowed, of = sum(layer["curves"]["allowed"]), sensitivities[name]
+        allowed, of = sum(layer.curves.allowed), sensitivities[name]
         fixed = max(of.changes[0] - rounding, 0.0)
         options[name] = [Option(allowed, 0.0)] + [
             Option(level.density * allowed, fixed + of.change_at(level.error))

@@ -16,7 +16,7 @@ from ..recipe import KeepMass
 from .allocate import Option, allocate
 from .model_tracer import Inputs, inputs_digest
 from .output_state import OutputState
-from .sensitivity import Levels, TunedModel
+from .scored_layers import Levels, ScoredLayer, TunedModel
 
 CHECKS = 7
 """Allocations that are run on the held-out inputs at most."""
@@ -40,13 +40,13 @@ class Checked:
 class Verifier:
     """Runs allocations on held-out inputs; dense outputs are kept in memory, results in the state.
 
-    layers: what `measure_curves` found; levels: theirs, numbered from 1 on as options, of which 0
+    layers: what `score_layers` found; levels: theirs, numbered from 1 on as options, of which 0
     is the layer's own dense attention.
     """
 
     tuned: TunedModel
     held_out: Sequence[Inputs]
-    layers: Mapping[str, Mapping[str, Any]]
+    layers: Mapping[str, ScoredLayer]
     levels: Levels
     state: OutputState
     step: Callable[[str], None] = lambda what: None
@@ -68,7 +68,7 @@ class Verifier:
 
     def settings_of(self, name: str, option: int) -> LayerSettings:
         masses = self.levels[name][max(option - 1, 0)].masses
-        settings = self.tuned.settings(masses, is_causal=self.layers[name]["causal"])
+        settings = self.tuned.settings(masses, is_causal=self.layers[name].is_causal)
         return settings if option else replace(settings, heads=(HeadSettings(),) * len(masses))
 
     def _on_every_input(self, which: str, **given: Any) -> list[dict[str, Any]]:
@@ -84,8 +84,8 @@ class Verifier:
         model, measure, digest = self.tuned.model, self.tuned.measure, inputs_digest(given)
         if digest not in self._dense:
             self._dense[digest] = measure.run(given)
-        backend = next(iter(self.layers.values()))["backend"]
-        chosen = {"layers": lambda name: name in self.layers, "backend": backend}
+        backend = next(iter(self.layers.values())).backend
+        chosen: dict[str, Any] = {"layers": self.layers.__contains__, "backend": backend}
         with accelerate(model, measure_error=True, **chosen, **settings) as handle:
             sparse = measure.run(given)
             layers = [each for each in handle.report().layers if each.name in self.layers]
