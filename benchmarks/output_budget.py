@@ -25,7 +25,8 @@ from sparge.cli.screen import console, deliver, show_table
 from sparge.recipe import DEFAULT
 from sparge.report.machine import where_it_runs
 from sparge.report.table import Column, Table, share
-from sparge.tune.layer_levels import even_levels
+from sparge.tune.layer_levels import MASSES as KNOWN
+from sparge.tune.layer_levels import Level, even_levels
 from sparge.tune.output_budget import request_of
 from sparge.tune.output_measure import LanguageMeasure, evaluating
 from sparge.tune.output_state import OutputState
@@ -73,6 +74,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--inputs", type=whole, default=2, help="calibration texts; default: %(default)s")
     add("--windows", type=whole, default=3, help="held-out texts; default: %(default)s")
     add("--max-kl", type=float, nargs="+", default=[0.005, 0.01], help="default: 0.005 0.01")
+    add("--masses", type=float, nargs="+", default=MASSES, help="of one recipe for all layers")
     add("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
     add("--parts", action="store_true", help="also without each part of the allocation")
     add("--state", metavar="FILE", help="results so far, to resume; as of sparge tune")
@@ -96,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
         path = Path(args.state or f"{folder}/state.json")
         state = OutputState(path, request_of(tuned, inputs, held_out))
         with evaluating(model), torch.inference_mode():
-            rows = measure(tuned, inputs, held_out, args.max_kl, state, parts=args.parts)
+            rows = measure(
+                tuned, inputs, held_out, args.max_kl, state, masses=args.masses, parts=args.parts
+            )
     document = {
         "format": "sparge.benchmarks.output_budget/1",
         **where,
@@ -119,6 +123,7 @@ def measure(
     targets: Sequence[float],
     state: OutputState,
     *,
+    masses: Sequence[float],
     parts: bool,
 ) -> list[Row]:
     layers = score_layers(tuned, inputs, state, say)
@@ -127,14 +132,12 @@ def measure(
     by_mass = levels_of_layers(layers, even_levels)
     ways: dict[str, tuple[Levels, Mapping[str, Sensitivity]]] = {BY_HEAD: (levels, sensitivities)}
     if parts:
-        alike = dict.fromkeys(layers, Sensitivity((0.0, 1.0), (0.0, 1.0)))
-        ways |= {BY_LAYER: (by_mass, sensitivities), ALIKE: (levels, alike)}
-    curve = []
-    for mass in MASSES:
-        # One mass for all: the first option is dense, the others count down from mass 1.
-        verifier = Verifier(tuned, held_out, layers, by_mass, state, say)
-        at = next(i for i, each in enumerate(by_mass[tuned.names[0]]) if each.masses[0] == mass)
-        curve.append(_row(f"mass {mass:g}", verifier.check(dict.fromkeys(layers, at + 1))))
+        one = dict.fromkeys(layers, Sensitivity((0.0, 1.0), (0.0, 1.0)))
+        ways |= {BY_LAYER: (by_mass, sensitivities), ALIKE: (levels, one)}
+    verifier, curve = Verifier(tuned, held_out, layers, by_mass, state, say), []
+    for mass in masses:
+        alike = {name: _option_of(by_mass[name], mass) for name in layers}
+        curve.append(_row(f"mass {mass:g}", verifier.check(alike)))
     rows = list(curve)
     for what, (each, sensitivity) in ways.items():
         options = layer_options(layers, each, sensitivity)
@@ -156,6 +159,15 @@ def measure(
                 saved = None if same is None else 1.0 - row.density / same
                 rows.append(replace(row, saved=saved))
     return rows
+
+
+def _option_of(levels: Sequence[Level], mass: float) -> int:
+    """The number of the option with one mass for all heads; the first option is dense."""
+    found = [i for i, level in enumerate(levels) if level.masses[0] == mass]
+    if not found:
+        known = ", ".join(f"{each:g}" for each in KNOWN)
+        raise ValueError(f"--masses must be of {known}; got {mass:g}")
+    return found[0] + 1
 
 
 def _row(what: str, checked: Checked) -> Row:

