@@ -172,7 +172,7 @@ def test_a_model_without_a_config_goes_by_its_parameters():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda d: d.update(format="sparge.profile/3"), r"sparge.profile/3.*upgrade sparge"),
+        (lambda d: d.update(format="sparge.profile/9"), r"sparge.profile/9.*upgrade sparge"),
         (lambda d: d.update(format="sparge.plan/1"), r"sparge.plan/1.*sparge tune writes one"),
         (lambda d: d.pop("format"), "format is None"),
         (lambda d: d.pop("layers"), "has no layers"),

@@ -32,3 +32,13 @@ class Letters:
 
     def __call__(self, text, add_special_tokens=True, verbose=True):
         return {"input_ids": [ord(letter) % 64 for letter in text]}
+
+
+def sharp_llama(seed=0, layers=3):
+    """One whose attention is not even, and whose output depends on it."""
+    model = tiny_llama(seed, layers)
+    factors = {"q_proj": 5.0, "k_proj": 5.0, "v_proj": 4.0, "o_proj": 4.0, "lm_head": 20.0}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(next((f for part, f in factors.items() if part in name), 1.0))
+    return model

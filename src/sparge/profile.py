@@ -26,9 +26,10 @@ from .support.atomic_files import replace_file
 from .support.json_text import Fields, parse_json, read_json_text
 
 FAMILY = "sparge.profile"
-FORMAT = f"{FAMILY}/2"
-READS = (f"{FAMILY}/1", FORMAT)
-"""Format 1 has no noise bands, and is otherwise the same."""
+FORMAT, OUTPUT_FORMAT = f"{FAMILY}/2", f"{FAMILY}/3"
+READS = (f"{FAMILY}/1", FORMAT, OUTPUT_FORMAT)
+"""Format 1 has no noise bands. Format 3 has `output` in the place of bounds; profiles without it
+are still written as format 2, which earlier versions read."""
 Heads = slice | Iterable[int] | None
 POOL_FIELDS = ("skipped", "pool_group")
 RECIPE_FIELDS = (
@@ -213,24 +214,45 @@ def _noise_range(band: LayerSettings) -> tuple[float, float]:
     return noise[0], noise[1]
 
 
+def _bounds(fields: Fields) -> tuple[float, float | None]:
+    bounds = Fields(fields.get("bounds"), "bounds", ("l1", "l2"), what="bounds")
+    return bounds.number("l1", above=0), bounds.number("l2", above=0, null=True)
+
+
+def _output(fields: Fields) -> Mapping[str, Any]:
+    output: Mapping[str, Any] = fields.get("output", dict)
+    known = Fields(output, "output", tuple(output), what="output")
+    known.get("measure", str)
+    known.number("target", above=0)
+    for i, each in enumerate(known.get("bands", list, [])):
+        Fields(each, f"output.bands[{i}]", tuple(each), what="a band").get("held_out", dict)
+    if "bands" not in output:
+        known.get("held_out", dict)
+    return output
+
+
 @dataclass(frozen=True)
 class Profile:
     """Tuned settings of one model.
 
     layers: by the name of the attention module. default: the recipe of layers that were not tuned.
-    bounds: `(l1, l2)` of the first filter and of both; l2 None: no second filter.
+    bounds: `(l1, l2)` of the first filter and of both; l2 None: no second filter. None where the
+    budget was the model's output.
     calibration: what it was tuned on, for people to read.
+    output: of such a budget, its `measure` and `target`, what was measured on `held_out` data (in
+    every band, where there are noise bands), and the `sensitivity` of every layer.
     """
 
     layers: Mapping[str, LayerSettings]
     model: Fingerprint
-    bounds: tuple[float, float | None]
+    bounds: tuple[float, float | None] | None
     default: Recipe = DEFAULT
     name: str = ""
     version: str = ""
     date: str = ""
     machine: str = ""
     calibration: Mapping[str, Any] = field(default_factory=dict)
+    output: Mapping[str, Any] | None = None
 
     def named_settings(self) -> dict[str, LayerSettings]:
         """The settings of every layer and noise band, by names for tables."""
@@ -302,13 +324,16 @@ class Profile:
         warnings.warn(f"{message}; used anyway because of force=True", stacklevel=2)
 
     def to_dict(self) -> dict[str, Any]:
+        budget: dict[str, Any] = {"output": self.output}
+        if self.bounds is not None:
+            budget = {"bounds": {"l1": self.bounds[0], "l2": self.bounds[1]}}
         return {
-            "format": FORMAT,
+            "format": OUTPUT_FORMAT if self.bounds is None else FORMAT,
             "sparge": self.version,
             "date": self.date,
             "machine": self.machine,
             "model": ({"name": self.name} if self.name else {}) | asdict(self.model),
-            "bounds": {"l1": self.bounds[0], "l2": self.bounds[1]},
+            **budget,
             "calibration": dict(self.calibration),
             "default": self.default.to_dict(),
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
@@ -322,9 +347,10 @@ class Profile:
             raise ValueError(
                 f"its format is {came!r}, and this sparge reads {' and '.join(READS)}; {way_out}"
             )
-        names = ("format", "sparge", "date", "machine", "model", "bounds", "calibration")
-        fields = Fields(data, "", (*names, "default", "layers"), what="the profile")
-        bounds = Fields(fields.get("bounds"), "bounds", ("l1", "l2"), what="bounds")
+        names = ("format", "sparge", "date", "machine", "model", "calibration", "default", "layers")
+        by_output = isinstance(data, Mapping) and data.get("format") == OUTPUT_FORMAT
+        budget = "output" if by_output else "bounds"
+        fields = Fields(data, "", (*names, budget), what="the profile")
         model = fields.get("model", dict)
         try:
             default = Recipe.from_dict(fields.get("default"))
@@ -336,13 +362,14 @@ class Profile:
                 for name, layer in fields.get("layers", dict).items()
             },
             model=Fingerprint.from_dict(model),
-            bounds=(bounds.number("l1", above=0), bounds.number("l2", above=0, null=True)),
+            bounds=None if by_output else _bounds(fields),
             default=default,
             name=Fields(model, "model", tuple(model), what="model").get("name", str, ""),
             version=fields.get("sparge", str, ""),
             date=fields.get("date", str, ""),
             machine=fields.get("machine", str, ""),
             calibration=fields.get("calibration", dict, {}),
+            output=_output(fields) if by_output else None,
         )
 
     def to_json(self) -> str:
@@ -357,7 +384,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a file of format 1 or 2; ValueError says what is wrong with it, and where."""
+        """Read a file of format 1 to 3; ValueError says what is wrong with it, and where."""
         try:
             return cls.from_dict(parse_json(read_json_text(path), "it is damaged: the file"))
         except ValueError as error:

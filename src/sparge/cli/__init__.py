@@ -24,7 +24,7 @@ COMMANDS = {
     "explain": "show which backend a call would use, and why the others would not serve it",
     "eval": "measure a language model with sparge: prefill time, perplexity, needles, error",
     "trace": "save a model's queries, keys and values on real texts, for tuning elsewhere",
-    "tune": "find settings for every head under two error bounds, and write a profile",
+    "tune": "find settings for every head under error bounds or a budget of the output",
     "profile": "show, compare or check a tuned profile",
     "bench": "measure attention against torch's SDPA and FlexAttention, stage by stage",
 }

@@ -10,6 +10,7 @@ from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
 from ..report.table import Column, Table, error, share
 from . import BAD_RESULT, OK
 from .arguments import add_json, add_model
+from .output_figures import budget_of, budget_words, held_out_lines, sensitivity_rows
 from .screen import console, deliver, show_table
 
 
@@ -43,10 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def layers_table(profile: Profile) -> Table:
-    l1, l2 = profile.bounds
     return Table(
-        title=f"{profile.name or profile.model.architecture}: bounds {l1:g} and "
-        f"{'no second filter' if l2 is None else f'{l2:g}'}, density {profile.density:.3f}",
+        title=f"{profile.name or profile.model.architecture}: {budget_words(profile)}, "
+        f"density {profile.density:.3f}",
         columns=[
             Column("layer", "layer"),
             Column("predictor", "predictor"),
@@ -89,9 +89,24 @@ def heads_table(name: str, layer: LayerSettings) -> Table:
     )
 
 
+def sensitivity_table(rows: list[dict[str, Any]]) -> Table:
+    return Table(
+        "how far each layer alone moves the output",
+        [
+            Column("layer", "layer"),
+            Column("changes", "error: change of the output"),
+            Column("chosen", "error\nchosen", error),
+        ],
+        rows,
+        ["the first error is 0: everything kept, the precision alone"],
+    )
+
+
 def _show(profile: Profile, heads: bool) -> None:
     screen, model = console(), profile.model
     show_table(screen, layers_table(profile))
+    if rows := sensitivity_rows(profile):
+        show_table(screen, sensitivity_table(rows))
     for name, layer in profile.named_settings().items():
         if heads and layer.is_tuned:
             show_table(screen, heads_table(name, layer))
@@ -100,6 +115,8 @@ def _show(profile: Profile, heads: bool) -> None:
         f"{name} {', '.join(value) if isinstance(value, list) else value}"
         for name, value in profile.calibration.items()
     )
+    for line in held_out_lines(profile):
+        screen.print(line)
     screen.print(
         f"for {model.architecture}: {shapes}; weights {model.weights[:19] or 'unknown'}…\n"
         f"tuned by sparge {profile.version}, {profile.date}, on {profile.machine}\n"
@@ -117,7 +134,7 @@ def differences(a: Profile, b: Profile) -> list[dict[str, Any]]:
 
     for reason in a.model.differences(b.model):
         rows.append({"where": "model", "first": "", "second": reason})
-    note("bounds", list(a.bounds), list(b.bounds))
+    note("bounds", budget_of(a), budget_of(b))
     note("default", a.default.to_dict(), b.default.to_dict())
     first, second = a.named_settings(), b.named_settings()
     for name in dict.fromkeys([*first, *second]):
@@ -154,7 +171,7 @@ def _show_differences(args: argparse.Namespace, rows: list[dict[str, Any]]) -> N
 def _show_check(args: argparse.Namespace, profile: Profile, reasons: list[str]) -> None:
     valid = f"{args.profile} is a valid profile of {profile.name or profile.model.architecture}"
     untuned = f", {len(profile.untuned)} layers not tuned" if profile.untuned else ""
-    lines = [f"{valid}: {len(profile.layers)} layers{untuned}"]
+    lines = [f"{valid}: {len(profile.layers)} layers{untuned}", *held_out_lines(profile)]
     lines += [f"does not fit {args.model}: {reason}" for reason in reasons]
     lines += [f"it was tuned for {args.model}"] if args.model and not reasons else []
     console().print("\n".join(lines))

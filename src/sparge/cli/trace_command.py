@@ -11,6 +11,8 @@ from . import OK
 from .arguments import DTYPES, add_json, add_model, add_text, check_directory, whole
 from .screen import console, deliver, progress
 
+INPUTS, MAX_GB = 5, 16.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, required=True)
@@ -21,16 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def add_calibration(parser: argparse.ArgumentParser) -> None:
+def add_calibration(parser: argparse.ArgumentParser, inputs: str = "default: 5") -> None:
     add = parser.add_argument
     add_text(parser, "; may be repeated", action="append")
     add("--length", type=whole, default=4096, metavar="N", help="tokens; default: %(default)s")
-    add("--inputs", type=whole, default=5, metavar="N", help="texts; default: %(default)s")
+    add("--inputs", type=whole, metavar="N", help=f"texts; {inputs}")
     add("--blocks", type=whole, default=BLOCKS, help="query blocks per text; default: %(default)s")
     add("--layers", action="append", metavar="NAME", help="layer names, with * and ?; default: all")
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="dtype of the model")
     add("--store", choices=DTYPES, help="dtype of the trace; default: the model's")
-    add("--max-gb", type=float, default=16.0, metavar="GB", help="size limit; default: %(default)g")
+    add("--max-gb", type=float, metavar="GB", help=f"size limit; default: {MAX_GB:g}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +63,8 @@ def make_trace(args: argparse.Namespace, directory: Path) -> Trace:
 
     model, tokenizer = zoo.load(args.model, dtype=DTYPES.get(args.dtype))
     names = args.text or ["essays"]
-    windows = calibration_windows(names, tokenizer, length=args.length, inputs=args.inputs)
+    inputs = INPUTS if args.inputs is None else args.inputs
+    windows = calibration_windows(names, tokenizer, length=args.length, inputs=inputs)
     with progress("tracing", len(windows)) as step:
         return trace_model(
             model,
@@ -69,7 +72,7 @@ def make_trace(args: argparse.Namespace, directory: Path) -> Trace:
             directory,
             blocks=args.blocks,
             layers=args.layers,
-            max_bytes=int(args.max_gb * 2**30),
+            max_bytes=int((MAX_GB if args.max_gb is None else args.max_gb) * 2**30),
             dtype=DTYPES.get(args.store),
             name=args.model,
             about=[window.about for window in windows],

@@ -1,4 +1,5 @@
-"""`sparge tune`: settings for each head under error bounds, from a model or from its trace.
+"""`sparge tune`: settings for each head under error bounds, from a model or from its trace; or the
+sparsest settings that keep the model's output within a target (`tune_output.py`).
 
 Ctrl-C writes what is done so far; the same command resumes.
 """
@@ -19,7 +20,8 @@ from . import INTERRUPTED, OK
 from .arguments import add_json, add_model, add_recipe, check_directory, check_file
 from .profile_command import layers_table
 from .screen import console, deliver, progress, show_table
-from .trace_command import add_calibration, make_trace
+from .trace_command import INPUTS, add_calibration, make_trace
+from .tune_output import OUTPUT_INPUTS, add_output_target, run_output, target_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--l1", type=float, metavar="ERROR", help="error bound of the first filter, such as 0.08")
     add("--l2", type=float, metavar="ERROR", help="of both filters; default: no second filter")
     add("--preset", choices=PRESETS, help="published bounds of a model family")
+    add_output_target(parser)
     default = "precision, sink and local window; default: sparge.DEFAULT"
     add_recipe(parser, default=DEFAULT, help=default)
-    add("--state", metavar="FILE", help="finished layers, to resume; default: in the trace")
-    add_calibration(parser)
+    add("--state", metavar="FILE", help="results so far, to resume; default: in the trace")
+    add_calibration(parser, f"default: {INPUTS}; with an output target {OUTPUT_INPUTS}")
     add("-o", "--output", dest="profile", required=True, metavar="FILE", help="the profile")
     add_json(parser)
 
@@ -41,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     check_file(args.profile)
     if args.state is not None:
         check_file(args.state, "--state")
+    if (target := target_of(args)) is not None:
+        return run_output(args, *target)
     l1, l2 = bounds_of_arguments(args)
     start = time.perf_counter()
     trace, temporary = open_or_make(args)
@@ -72,7 +77,10 @@ def bounds_of_arguments(args: argparse.Namespace) -> tuple[float, float | None]:
     if args.preset is not None:
         return bounds_of(args.preset)
     if args.l1 is None:
-        raise ValueError("an error bound is needed: --l1 0.08 --l2 0.09, or --preset llama")
+        raise ValueError(
+            "an error bound is needed: --l1 0.08 --l2 0.09, or --preset llama; or a target for the "
+            "output: --max-kl 0.005 or --max-perplexity +0.5%"
+        )
     return check_bounds(args.l1, args.l2)
 
 
@@ -94,7 +102,7 @@ def report(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
         "format": "sparge.tuned/1",
         "profile": args.profile,
         "model": profile.name,
-        "bounds": {"l1": profile.bounds[0], "l2": profile.bounds[1]},
+        "bounds": dict(zip(("l1", "l2"), profile.bounds or (), strict=True)),
         "layers": len(profile.layers),
         "untuned": profile.untuned,
         "density": profile.density,

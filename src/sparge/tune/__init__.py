@@ -3,10 +3,16 @@
 trace = sparge.tune.trace_model(model, inputs, "trace")
 profile = sparge.tune.tune(trace, l1=0.08, l2=0.09)
 profile.save("model.json")
+
+Or to a budget of the model's own output, verified on held-out texts:
+
+profile = sparge.tune.tune_output(model, inputs, held_out, max_kl=0.005)
 """
 
 from .capture import Capture, captures_of
+from .denoiser_budget import tune_denoiser
 from .model_tracer import trace_model
+from .output_budget import TargetNotMet, tune_output
 from .presets import PRESETS, bounds_of
 from .trace_directory import Trace
 from .tuner import tune, tune_head_settings
@@ -14,10 +20,13 @@ from .tuner import tune, tune_head_settings
 __all__ = [
     "PRESETS",
     "Capture",
+    "TargetNotMet",
     "Trace",
     "bounds_of",
     "captures_of",
     "trace_model",
     "tune",
+    "tune_denoiser",
     "tune_head_settings",
+    "tune_output",
 ]

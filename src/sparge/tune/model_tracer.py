@@ -76,7 +76,7 @@ def trace_model(
                         f"inputs must be longer than one token: no attention of "
                         f"{type(model).__name__} ran through sparge on input {i}"
                     )
-                level = noise_levels[i] if noise_levels else _arguments(given).get("timestep")
+                level = noise_levels[i] if noise_levels else as_arguments(given).get("timestep")
                 if level is not None:
                     level = float(torch.as_tensor(level, dtype=torch.float64).mean())
                 traced = TracedInput(digest, about[i] if about else "", level, files)
@@ -89,7 +89,7 @@ def trace_model(
 def inputs_digest(given: Inputs) -> str:
     """SHA-256 of an input's numbers, the same on every machine."""
     digest = hashlib.sha256()
-    for name, value in sorted(_arguments(given).items()):
+    for name, value in sorted(as_arguments(given).items()):
         digest.update(name.encode())
         if isinstance(value, Tensor):
             numbers = value.detach().cpu().contiguous()
@@ -156,7 +156,7 @@ def _completed(trace: Trace) -> Trace:
     return replace(trace, inputs=tuple(whole))
 
 
-def _arguments(given: Inputs) -> dict[str, Any]:
+def as_arguments(given: Inputs) -> dict[str, Any]:
     return {"input_ids": given} if isinstance(given, Tensor) else dict(given)
 
 
@@ -164,7 +164,7 @@ def _forward(model: nn.Module, given: Inputs) -> None:
     """Without its head: logits of a long input take more memory than all the rest."""
     body = getattr(model, "base_model", model)
     takes = inspect.signature(body.forward).parameters
-    arguments = _arguments(given)
+    arguments = as_arguments(given)
     if "use_cache" in takes:
         arguments.setdefault("use_cache", False)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

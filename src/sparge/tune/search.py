@@ -39,7 +39,8 @@ def kept_sets(
     head: ScoredHead, predictor: str, similarities: Sequence[float | None], masses: Tensor
 ) -> Tensor:
     """What every setting keeps, bool `[blocks, similarities, masses, n_k]`."""
-    p = head.mean if predictor == "mean" else (head.mean + head.rows) * 0.5
+    p = {"mean": head.mean, "rows": head.rows}.get(predictor)
+    p = (head.mean + head.rows) * 0.5 if p is None else p
     may, device = head.may, p.device
     least = torch.tensor([-1.0 if s is None else s for s in similarities], device=device)
     odd_columns = ~(head.k_similarity >= least[:, None])

@@ -19,10 +19,12 @@ MOST_OF_A_TEXT = 16
 
 @dataclass(frozen=True)
 class Window:
-    """about: the text and its first token, for the record."""
+    """about: the text and its first token, for the record. text, start: the same, to compare."""
 
     tokens: Tensor
     about: str
+    text: str = ""
+    start: int = 0
 
 
 def calibration_windows(
@@ -44,6 +46,24 @@ def held_out_windows(
     return _windows(names, tokenizer, length, inputs, spread)
 
 
+def disjoint_windows(
+    names: Sequence[str], tokenizer: Any, *, length: int, inputs: int, held_out: int
+) -> tuple[list[Window], list[Window]]:
+    """Windows to calibrate on and windows to verify on; texts too short for both are refused."""
+    mine = calibration_windows(names, tokenizer, length=length, inputs=inputs)
+    others = held_out_windows(names, tokenizer, length=length, inputs=held_out)
+    for one in mine:
+        for other in others:
+            if one.text == other.text and abs(one.start - other.start) < length:
+                raise ValueError(
+                    f"--text must be long enough for {inputs} windows to calibrate on and "
+                    f"{held_out} held out, of {length} tokens each; in {one.text!r} those from "
+                    f"tokens {one.start} and {other.start} overlap: give a longer text or another "
+                    "one more, a shorter --length, or fewer --inputs and --held-out"
+                )
+    return mine, others
+
+
 def place_of(j: int) -> float:
     """Where the j-th window of a text begins, as a share of the text."""
     return spread(j) + (1 / 16 if j < MOST_OF_A_TEXT // 2 else 1 / 32)
@@ -59,5 +79,6 @@ def _windows(
         own = length - len(text.prefix)
         start = round(place(j // len(texts)) * (len(text.tokens) - own))
         tokens = [*text.prefix, *text.tokens[start : start + own]]
-        windows.append(Window(torch.tensor([tokens]), f"{text.name} from token {start}"))
+        about = f"{text.name} from token {start}"
+        windows.append(Window(torch.tensor([tokens]), about, text.name, start))
     return windows
