@@ -44,18 +44,18 @@ MEASURED_STEPS = tuple(range(1, N_STEPS, 3))
 slowly: a step takes those of the measured step next to it."""
 NEXT_MEASURED = tuple(min(step // 3, len(MEASURED_STEPS) - 1) for step in range(N_STEPS))
 SMALL_BUDGET = 0.03
-"""Budgets below this survey twice the rows, up to MOST_ROWS of a query block."""
-FEW_BLOCKS, MANY_BLOCKS = 32, 64
-"""Query blocks up to which each has ROWS[0] surveyed rows (else ROWS[1]), and up to which each has
-any: beyond, one block of every `n_q // MANY_BLOCKS`."""
-ROWS, MOST_ROWS = (4, 2), (8, 4)
+"""Budgets below this survey twice the rows, up to the most of a query block."""
+ROWS_BY_BLOCKS = ((8, 8, 16), (32, 4, 8), (None, 2, 4))
+"""Up to so many query blocks, each has so many surveyed rows, and so many at most."""
+MANY_BLOCKS = 64
+"""Query blocks up to which each has surveyed rows; beyond, one of every `n_q // MANY_BLOCKS`."""
 DISAGREES = 0.5
 """A query block disagrees if its rows' distances from their mean hold more than this share of their
 squares. It has twice the rows."""
 FAR_SHARE = 16
 """One row of 16 of a query block, those farthest from its mean, are a stratum of their own."""
 MEASURED = 32
-"""Measured rows of a head; half of them with fewer than FEW_BLOCKS query blocks."""
+"""Measured rows of a head."""
 PHASE = 0.4837
 """Where in its share of the chances each measured row is drawn: not at a fraction that equal
 weights could tie with."""
@@ -156,13 +156,12 @@ class Decision:
 def surveyed_rows(n_q: int) -> int:
     """At most, of one head."""
     blocks = len(range(0, n_q - max(1, n_q // MANY_BLOCKS) + 1, max(1, n_q // MANY_BLOCKS)))
-    return blocks * MOST_ROWS[n_q > FEW_BLOCKS]
+    return blocks * rows_of_blocks(n_q)[1]
 
 
 def rows_of_blocks(n_q: int) -> tuple[int, int]:
     """Surveyed rows of a query block, and the most of one."""
-    few = n_q <= FEW_BLOCKS
-    return (ROWS[0], MOST_ROWS[0]) if few else (ROWS[1], MOST_ROWS[1])
+    return next((rows, most) for up_to, rows, most in ROWS_BY_BLOCKS if not n_q > (up_to or n_q))
 
 
 def measured_rows(n_q: int) -> int:
@@ -202,7 +201,7 @@ def checked_places(Lq: int, sample_rows: int) -> _Places:
     blocks = [
         min(first + _hash(first) % apart, n_q - 1) for first in range(0, n_q - apart + 1, apart)
     ]
-    most_far = max(1, max(MOST_ROWS) // 4)
+    most_far = rows_of_blocks(n_q)[1] // 4
     may = torch.zeros(len(blocks), BLOCK_Q, dtype=torch.bool)
     n_far, n_near, far_ranks, near_places = [], [], [], []
     for i, i_q in enumerate(blocks):
