@@ -15,10 +15,10 @@ namespace sparge {
 // What follows from the length alone, of `n` checked query blocks.
 struct CheckedPlaces {
   int64_t n;
-  const int64_t* starts;       // [n] first row
-  const bool* may;             // [n, 128]
+  const int64_t* starts;          // [n] first row
+  const bool* may;                // [n, 128]
   const int64_t *n_far, *n_near;  // [n]
-  const int64_t* far_ranks;    // [n, most_ranks]
+  const int64_t* far_ranks;       // [n, most_ranks]
   int64_t most_ranks;
   const int64_t* near_places;  // [n, 128]
 };
@@ -40,7 +40,8 @@ inline void farthest(const float* deviation, const bool* may, int64_t valid, int
     const float x = deviation[p] < INFINITY ? deviation[p] : INFINITY;
     if (held == n_far && !(x > distance[held - 1])) continue;
     int64_t at = held < n_far ? held++ : held - 1;
-    for (; at > 0 && x > distance[at - 1]; --at) distance[at] = distance[at - 1], far[at] = far[at - 1];
+    for (; at > 0 && x > distance[at - 1]; --at)
+      distance[at] = distance[at - 1], far[at] = far[at - 1];
     distance[at] = x, far[at] = p;
   }
 }
@@ -49,7 +50,8 @@ inline void farthest(const float* deviation, const bool* may, int64_t valid, int
 inline void weigh_places(int64_t n, int64_t n_far, int64_t n_near, const RowCounts& counts,
                          double* weights) {
   const int64_t most_far = counts.slots_far();
-  const int64_t far = std::min(std::max<int64_t>(n / 4, 1), n_far), near = std::min(n - far, n_near);
+  const int64_t far = std::min(std::max<int64_t>(n / 4, 1), n_far),
+                near = std::min(n - far, n_near);
   for (int64_t i = 0; i < counts.most; ++i) {
     const bool is_far = i < most_far;
     const int64_t slot = is_far ? i : i - most_far, used = is_far ? far : near;
@@ -70,7 +72,8 @@ inline void choose_rows(const float* deviation, const float* energy, int64_t L, 
     farthest(deviation + start, may, valid, p.n_far[i], far);
     double spread = 0.0;
     for (int64_t r = 0; r < valid; ++r)
-      if (may[r]) spread += deviation[start + r] < INFINITY ? double(deviation[start + r]) : INFINITY;
+      if (may[r])
+        spread += deviation[start + r] < INFINITY ? double(deviation[start + r]) : INFINITY;
     const bool agrees = spread <= counts.disagrees * double(energy[start / kBlockQ]);
     const int64_t base = agrees ? counts.rows : std::min(2 * counts.rows, most);
     const int64_t every = small ? std::min(2 * base, most) : base;

@@ -14,7 +14,7 @@ struct DecisionRules {
   double z, tail, lean, resolved, least_error, raise_from, small_budget, prior;
   double least_rate, sparse_rate, most_rate;
   int64_t sparse_steps;          // of the measured ones
-  const int32_t *next_measured;  // [n_steps] the measured step that each step looks at
+  const int32_t* next_measured;  // [n_steps] the measured step that each step looks at
   const int32_t* sparser;        // [n_steps]
 };
 
@@ -38,7 +38,8 @@ struct Curves {
   std::vector<double> error[2], bound[2], added;
   double noise = 0.0;
 
-  Curves(const DecisionRules& r, const HeadFacts& f) : rules(r), n(f.n_steps), added(size_t(n + 1)) {
+  Curves(const DecisionRules& r, const HeadFacts& f)
+      : rules(r), n(f.n_steps), added(size_t(n + 1)) {
     const int64_t c = f.n_measured;
     double size = 0.0;
     for (int64_t i = 0; i < f.m; ++i) size += f.weights[i] * f.whole[i];
@@ -82,7 +83,8 @@ struct Curves {
   std::vector<double> error_per_mass(const std::vector<double>& skipping,
                                      const std::vector<double>& mass) const {
     double errors = 0.0, masses = 0.0;
-    for (size_t s = 0; s < size_t(rules.sparse_steps); ++s) errors += skipping[s], masses += mass[s];
+    for (size_t s = 0; s < size_t(rules.sparse_steps); ++s)
+      errors += skipping[s], masses += mass[s];
     double whole = errors / at_least_or_nan(masses, 1e-9);
     whole = at_most_or_nan(at_least_or_nan(whole, rules.least_rate), rules.sparse_rate);
     std::vector<double> rate(skipping.size());

@@ -134,8 +134,7 @@ void step_errors(const Tensor& query, const Tensor& key, MaybeTensor q_scale,
                  MaybeTensor exact_key, const Tensor& value, MaybeTensor codes, MaybeTensor v_scale,
                  const Tensor& first_steps, int64_t n_steps, const Tensor& steps,
                  const Tensor& rows, MaybeTensor mask, MaybeTensor kinds, bool is_causal,
-                 int64_t offset, Tensor skipping, Tensor total, Tensor whole,
-                 int64_t isa) {
+                 int64_t offset, Tensor skipping, Tensor total, Tensor whole, int64_t isa) {
   const Kernels& k = kernels_of(isa);
   Arguments arguments;
   BudgetArgs a{};

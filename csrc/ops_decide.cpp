@@ -72,7 +72,8 @@ void choose_rows_op(const Tensor& deviation, const Tensor& energy, const Tensor&
 
 void draw_measured_op(const Tensor& rows, const Tensor& weights, const Tensor& dropped,
                       const Tensor& mean, const Tensor& steps, double reference, double phase,
-                      int64_t strata, Tensor to_rows, Tensor to_weights, Tensor to_dropped, int64_t isa) {
+                      int64_t strata, Tensor to_rows, Tensor to_weights, Tensor to_dropped,
+                      int64_t isa) {
   Arguments arguments;
   Surveyed s{};
   s.rows = arguments.read<int64_t>("rows", rows, {kAny, kAny, kAny});
@@ -125,9 +126,9 @@ void decide_op(const Tensor& mean, const Tensor& deviation, const Tensor& heavie
   f.dropped = arguments.read<float>("dropped", dropped, {B, H, f.m, f.n_measured});
   const double* limit = arguments.read<double>("budget", budget, {H});
   if (in_range("Hk", Hk, 1, H), H % Hk) refuse("Hk must divide the ", H, " heads, got ", Hk);
-  DecisionRules rules{z,          tail,         lean,  resolved,   least_error,
-                      raise_from, small_budget, prior, least_rate, sparse_rate,
-                      most_rate,  0,            {},    {}};
+  DecisionRules rules{
+      z,     tail,       lean,        resolved,  least_error, raise_from, small_budget,
+      prior, least_rate, sparse_rate, most_rate, 0,           {},         {}};
   rules.sparse_steps = in_range("sparse_steps", sparse_steps, 0, f.n_measured);
   rules.next_measured = arguments.read<int32_t>("next_measured", next_measured, {f.n_steps});
   rules.sparser = arguments.read<int32_t>("sparser", sparser, {f.n_steps});

@@ -22,7 +22,7 @@ struct RowScores {
   const int64_t* row_of;
   int n, steps;
   int64_t first_block, last_block;  // of the rows, which need not ascend
-  float *queries, *scores;  // scores: [64][16], and as much again for the tile unit
+  float *queries, *scores;          // scores: [64][16], and as much again for the tile unit
   alignas(64) float factor[kLanes];
   alignas(64) float scales[kBlockK];
   GroupMask mask;

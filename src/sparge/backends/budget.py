@@ -82,9 +82,7 @@ LEAST_RATE, SPARSE_RATE, MOST_RATE = 0.05, 3.0, 4.0
 """Error per mass: of all sparse steps at least and at most, of one step at most."""
 SPARSE_STEPS = sum(MISSING[step] >= 0.01 for step in MEASURED_STEPS)
 """Of the measured steps."""
-SPARSER = tuple(
-    max(sum(other >= 2 * missing for other in MISSING) - 1, 0) for missing in MISSING
-)
+SPARSER = tuple(max(sum(other >= 2 * missing for other in MISSING) - 1, 0) for missing in MISSING)
 """The last step with at least twice the missing mass of each step."""
 _MASK32 = 0xFFFFFFFF
 
@@ -254,8 +252,10 @@ def choose_rows(
     disagrees = ~(spread <= DISAGREES * energy[:, :, starts // BLOCK_Q].double())
     sorted_far = far_off.masked_fill(~may, -1.0).sort(dim=-1, descending=True, stable=True).indices
     is_far = torch.arange(BLOCK_Q, device=device) < n_far[:, None]
-    far = torch.zeros_like(may).expand_as(far_off).scatter(
-        -1, sorted_far, is_far.expand_as(sorted_far)
+    far = (
+        torch.zeros_like(may)
+        .expand_as(far_off)
+        .scatter(-1, sorted_far, is_far.expand_as(sorted_far))
     )
     most_far = max(1, most // 4)
     of_far = sorted_far.gather(-1, far_ranks[:, :most_far].expand(B, Hq, -1, -1))
