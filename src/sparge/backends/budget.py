@@ -55,7 +55,7 @@ squares. It has twice the rows."""
 FAR_SHARE = 16
 """One row of 16 of a query block, those farthest from its mean, are a stratum of their own."""
 MEASURED = 32
-"""Measured rows of a head; half of them with fewer than FEW_BLOCKS query blocks."""
+"""Measured rows of a head."""
 PHASE = 0.4837
 """Where in its share of the chances each measured row is drawn: not at a fraction that equal
 weights could tie with."""
