@@ -72,7 +72,8 @@ void choose_rows_op(const Tensor& deviation, const Tensor& energy, const Tensor&
 
 void draw_measured_op(const Tensor& rows, const Tensor& weights, const Tensor& dropped,
                       const Tensor& mean, const Tensor& steps, double reference, double phase,
-                      int64_t strata, Tensor to_rows, Tensor to_weights, Tensor to_dropped, int64_t isa) {
+                      int64_t strata, Tensor to_rows, Tensor to_weights, Tensor to_dropped,
+                      int64_t isa) {
   Arguments arguments;
   Surveyed s{};
   s.rows = arguments.read<int64_t>("rows", rows, {kAny, kAny, kAny});

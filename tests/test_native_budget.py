@@ -122,7 +122,7 @@ def deviations_of(Lq, rng, kind):
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "broken"])
 @pytest.mark.parametrize("Lq", [1, 5, 70, 128, 300, 2048, 4200, 20000])
-def test_rows_are_those_of_the_reference(Lq, kind, monkeypatch):
+def test_rows_are_those_of_the_reference(Lq, kind):
     deviation, energy = deviations_of(Lq, torch.Generator().manual_seed(Lq), kind)
     keep = KeepError((0.01, 0.05, 0.029))
     expected = budget.choose_rows(deviation, energy, keep, 4)
@@ -205,7 +205,7 @@ def test_the_decision_is_that_of_the_reference(Hk, may_raise, kind):
     steps = set()
     for seed in range(6):
         rng = torch.Generator().manual_seed(seed)
-        surveyed, survey = survey_at_random(rng, kind)
+        _, survey = survey_at_random(rng, kind)
         measured = measured_at_random(rng, kind)
         keep = KeepError((0.01, 0.03, 0.05, 0.2))
         expected = budget.decide(survey, measured, keep, Hk, may_raise=may_raise)

@@ -202,8 +202,8 @@ inline I32x16 mad_u8i8(I32x16 acc, const char* a, I32x16 b) {
 }
 // Sum of 64 codes.
 inline int32_t sum_i8(const int8_t* p) {
-  return _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1),
-                                                     _mm512_loadu_si512(p)));
+  return _mm512_reduce_add_epi32(
+      _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(p)));
 }
 #ifdef __AVX512BF16__
 inline F32x16 mad_bf16(F32x16 acc, const char* a, I32x16 b) {

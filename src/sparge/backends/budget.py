@@ -72,7 +72,7 @@ LEAN = 0.4
 more often miss one than meet too many (LAB.md)."""
 RESOLVED = 0.4
 """A step is not taken where bound and estimate lie further apart than this share of the error."""
-LEAST_ERROR = 0.005
+LEAST_ERROR = 0.0025
 """Errors below this need not be resolved."""
 RAISE_FROM = 0.8
 """Quantization alone may take this share of the budget before the precision is raised."""
