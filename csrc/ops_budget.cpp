@@ -189,7 +189,8 @@ void step_errors(const Tensor& query, const Tensor& key, MaybeTensor q_scale,
   a.n_steps = int(in_range("n_steps", n_steps, 1, kMaxSteps));
   const int32_t* measured = arguments.read<int32_t>("steps", steps, {kAny});
   a.n_slots = int(in_range("the number of steps", steps.size(0), 1, kMaxSteps));
-  int32_t slots[kMaxSteps + 1] = {};
+  // Slot 0 in front, for first step -1: pooled entries of such a block are never read.
+  int32_t with_none[kMaxSteps + 2] = {}, *slots = with_none + 1;
   for (int i = 0; i < a.n_slots; ++i) {
     in_range("steps", measured[i], i ? measured[i - 1] + 1 : 0, a.n_steps - 1);
     for (int step = measured[i] + 1; step <= a.n_steps; ++step) slots[step] = i + 1;

@@ -2,6 +2,8 @@
 // code. Their numbers come from budget.py.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "choose_rows.h"
@@ -17,17 +19,27 @@ void all_in_range(const char* name, const T* x, int64_t n, int64_t low, int64_t 
   for (int64_t i = 0; i < n; ++i) in_range(name, int64_t(x[i]), low, high);
 }
 
+// Errors that heads may make, [H].
+const double* read_budget(Arguments* arguments, const Tensor& budget, int64_t H) {
+  const double* limit = arguments->read<double>("budget", budget, {H});
+  for (int64_t h = 0; h < H; ++h)
+    if (!(limit[h] >= 0.0 && limit[h] < INFINITY))
+      refuse("budget must be finite and not negative, got ", limit[h]);
+  return limit;
+}
+
 void choose_rows_op(const Tensor& deviation, const Tensor& energy, const Tensor& budget,
                     const Tensor& starts, const Tensor& may, const Tensor& n_far,
                     const Tensor& n_near, const Tensor& far_ranks, const Tensor& near_places,
                     int64_t rows_of_block, int64_t most_of_block, double disagrees,
                     double small_budget, Tensor rows, Tensor weights, int64_t isa) {
+  const Kernels& k = kernels_of(isa);
   Arguments arguments;
   const float* off = arguments.read<float>("deviation", deviation, {kAny, kAny, kAny});
   const int64_t B = deviation.size(0), H = deviation.size(1), L = deviation.size(2);
   const int64_t n_q = blocks_of(L, kBlockQ);
   const float* squares = arguments.read<float>("energy", energy, {B, H, n_q});
-  const double* limit = arguments.read<double>("budget", budget, {H});
+  const double* limit = read_budget(&arguments, budget, H);
   CheckedPlaces p{};
   p.starts = arguments.read<int64_t>("starts", starts, {kAny});
   p.n = starts.size(0);
@@ -41,7 +53,10 @@ void choose_rows_op(const Tensor& deviation, const Tensor& energy, const Tensor&
   counts.most = in_range("most_of_block", most_of_block, 2, kBlockQ);
   counts.rows = in_range("rows_of_block", rows_of_block, 1, counts.most);
   counts.disagrees = Arguments::finite("disagrees", disagrees);
+  Arguments::finite("small_budget", small_budget);
   in_range("far_ranks.shape[1]", p.most_ranks, counts.slots_far(), kBlockQ);
+  // Bytes of torch's bools can be any; the counts below are of ones.
+  all_in_range("bytes of may", reinterpret_cast<const uint8_t*>(p.may), p.n * kBlockQ, 0, 1);
   for (int64_t i = 0; i < p.n; ++i) {
     in_range("starts", p.starts[i], 0, L - 1);
     if (p.starts[i] % kBlockQ) refuse("starts must be first rows of query blocks");
@@ -64,7 +79,7 @@ void choose_rows_op(const Tensor& deviation, const Tensor& energy, const Tensor&
   const int64_t n = p.n * counts.most;
   int64_t* out = arguments.write<int64_t>("rows", rows, {B, H, n});
   double* shares = arguments.write<double>("weights", weights, {2, B, H, n});
-  run_tasks(kernels_of(isa), B * H, 64, nullptr, [&](int64_t head, char*) {
+  run_tasks(k, B * H, 64, nullptr, [&](int64_t head, char*) {
     choose_rows(off + head * L, squares + head * n_q, L, limit[head % H] < small_budget, p, counts,
                 out + head * n, shares + head * n, shares + (B * H + head) * n);
   });
@@ -74,11 +89,13 @@ void draw_measured_op(const Tensor& rows, const Tensor& weights, const Tensor& d
                       const Tensor& mean, const Tensor& steps, double reference, double phase,
                       int64_t strata, Tensor to_rows, Tensor to_weights, Tensor to_dropped,
                       int64_t isa) {
+  const Kernels& k = kernels_of(isa);
   Arguments arguments;
   Surveyed s{};
   s.rows = arguments.read<int64_t>("rows", rows, {kAny, kAny, kAny});
   const int64_t B = rows.size(0), H = rows.size(1);
   s.n = rows.size(2);
+  all_in_range("rows", s.rows, B * H * s.n, -1, kMaxLength - 1);
   s.weights = arguments.read<double>("weights", weights, {2, B, H, s.n});
   s.dropped = arguments.read<float>("dropped", dropped, {B, H, s.n, kAny});
   s.n_steps = dropped.size(3);
@@ -86,7 +103,7 @@ void draw_measured_op(const Tensor& rows, const Tensor& weights, const Tensor& d
   Drawing d{};
   d.reference = Arguments::finite("reference", reference);
   d.phase = Arguments::finite("phase", phase);
-  d.strata = in_range("strata", strata, 1, kMaxLength);
+  d.strata = in_range("strata", strata, 1, kBlockQ);  // times a rank it fits int64
   d.steps = arguments.read<int32_t>("steps", steps, {kAny});
   d.n_measured = steps.size(0);
   all_in_range("steps", d.steps, d.n_measured, 0, s.n_steps - 1);
@@ -94,7 +111,7 @@ void draw_measured_op(const Tensor& rows, const Tensor& weights, const Tensor& d
   d.m = to_rows.size(2);
   double* shares = arguments.write<double>("to_weights", to_weights, {B, H, d.m});
   float* of_rows = arguments.write<float>("to_dropped", to_dropped, {B, H, d.m, d.n_measured});
-  run_tasks(kernels_of(isa), B * H, 64, nullptr, [&](int64_t head, char*) {
+  run_tasks(k, B * H, 64, nullptr, [&](int64_t head, char*) {
     Surveyed own = s;
     own.rows += head * s.n, own.weights += head * s.n, own.mean += head * s.n_steps;
     own.dropped += head * s.n * s.n_steps;
@@ -111,6 +128,7 @@ void decide_op(const Tensor& mean, const Tensor& deviation, const Tensor& heavie
                double least_error, double raise_from, double small_budget, double prior,
                double least_rate, double sparse_rate, double most_rate, Tensor step,
                Tensor measured, int64_t isa) {
+  kernels_of(isa);
   Arguments arguments;
   HeadFacts f{};
   f.mean[0] = arguments.read<double>("mean", mean, {2, kAny, kAny, kAny});
@@ -124,11 +142,20 @@ void decide_op(const Tensor& mean, const Tensor& deviation, const Tensor& heavie
   f.whole = arguments.read<double>("whole", whole, {B, H, f.m});
   f.weights = arguments.read<double>("weights", weights, {B, H, f.m});
   f.dropped = arguments.read<float>("dropped", dropped, {B, H, f.m, f.n_measured});
-  const double* limit = arguments.read<double>("budget", budget, {H});
+  const double* limit = read_budget(&arguments, budget, H);
   if (in_range("Hk", Hk, 1, H), H % Hk) refuse("Hk must divide the ", H, " heads, got ", Hk);
-  DecisionRules rules{
-      z,     tail,       lean,        resolved,  least_error, raise_from, small_budget,
-      prior, least_rate, sparse_rate, most_rate, 0,           {},         {}};
+  DecisionRules rules{};
+  rules.z = Arguments::finite("z", z);
+  rules.tail = Arguments::finite("tail", tail);
+  rules.lean = Arguments::finite("lean", lean);
+  rules.resolved = Arguments::finite("resolved", resolved);
+  rules.least_error = Arguments::finite("least_error", least_error);
+  rules.raise_from = Arguments::finite("raise_from", raise_from);
+  rules.small_budget = Arguments::finite("small_budget", small_budget);
+  rules.prior = Arguments::finite("prior", prior);
+  rules.least_rate = Arguments::finite("least_rate", least_rate);
+  rules.sparse_rate = Arguments::finite("sparse_rate", sparse_rate);
+  rules.most_rate = Arguments::finite("most_rate", most_rate);
   rules.sparse_steps = in_range("sparse_steps", sparse_steps, 0, f.n_measured);
   rules.next_measured = arguments.read<int32_t>("next_measured", next_measured, {f.n_steps});
   rules.sparser = arguments.read<int32_t>("sparser", sparser, {f.n_steps});
@@ -136,7 +163,6 @@ void decide_op(const Tensor& mean, const Tensor& deviation, const Tensor& heavie
   all_in_range("sparser", rules.sparser, f.n_steps, 0, f.n_steps - 1);
   int64_t* to_step = arguments.write<int64_t>("step", step, {B, H});
   double* out = arguments.write<double>("measured", measured, {3, B, H});
-  kernels_of(isa);
   std::vector<Curves> curves;
   curves.reserve(size_t(heads));
   for (int64_t head = 0; head < heads; ++head) {

@@ -113,7 +113,8 @@ void first_steps(const Tensor& mass, const Tensor& masses, const Tensor& forced,
   a.mass = arguments.read<float>("mass", mass, {B, Hq, n_q, n_k});
   a.masses = arguments.read<double>("masses", masses, {kAny});
   a.n_steps = int(in_range("the number of masses", masses.size(0), 1, kMaxSteps));
-  check_between("masses", a.masses, masses.numel(), 0.0, 1.0);
+  check_between("masses", a.masses, a.n_steps, 0.0, 1.0);
+  if (!std::is_sorted(a.masses, a.masses + a.n_steps)) refuse("masses must not fall");
   a.forced = arguments.read<bool>("forced", forced, {n_q, n_k});
   a.allowed = arguments.write<int32_t>("allowed", allowed, {B, Hq, n_q});
   run_select(k, a);

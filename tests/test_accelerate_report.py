@@ -11,7 +11,7 @@ import torch
 import oracle
 import sparge
 import tiny_models as tiny
-from sparge import KeepFraction, KeepMass, Recipe
+from sparge import DEFAULT, KeepFraction, KeepMass, Recipe
 from sparge.accuracy import ROWS, sample_rows
 from tiny_models import ids_of, padded, same
 
@@ -261,7 +261,7 @@ def test_taps_are_named_and_end():
 
 def test_a_default_recipe_is_reported_as_it_is():
     with sparge.accelerate(tiny.llama()) as handle:
-        assert handle.report().recipe == Recipe()
-        assert handle.recipe == Recipe()
+        assert handle.report().recipe == DEFAULT
+        assert handle.recipe == DEFAULT
     with sparge.accelerate(tiny.llama(), Recipe(KeepMass(0.9))) as handle:
         assert handle.recipe.keep == KeepMass(0.9)

@@ -144,6 +144,9 @@ def test_a_row_of_no_blocks_attends_nothing(backend):
     blocks = torch.ones(3, 5, dtype=torch.bool)
     blocks[1] = False
     out, lse = sparge.attention(q, k, v, block_mask=blocks, backend=backend, return_lse=True)
+    plan = sparge.BlockPlan.from_mask(blocks.expand(1, q.shape[1], 3, 5), Lq=300, Lk=300)
+    again, _ = sparge.attend(q, k, v, plan, enable_gqa=True, backend=backend)
+    assert torch.equal(again, out)  # without a recipe, blocks of the caller's are taken exactly
     assert (out[:, :, 128:256] == 0).all()
     assert (lse[:, :, 128:256] == -math.inf).all()
     assert torch.isfinite(lse[:, :, :128]).all()

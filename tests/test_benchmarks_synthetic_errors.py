@@ -9,7 +9,7 @@ import pytest
 import sparge
 from benchmarks import synthetic_errors
 from benchmarks.synthetic_errors import BACKEND, main
-from sparge import Recipe
+from sparge import DEFAULT, Recipe
 from sparge.report.table import error
 from sparge.synthetic import structured_qkv
 
@@ -58,7 +58,7 @@ def test_it_measures(capsys):
     assert int8["sparsity_error"] < 1e-5 < default["sparsity_error"]
     assert rows["fraction 0.3"]["density"] < default["density"] < 1
     assert default["pv_skipped"] == 0 < rows["default, pv_skip 5"]["pv_skipped"]
-    assert Recipe.from_dict(default["recipe"]) == Recipe()
+    assert Recipe.from_dict(default["recipe"]) == DEFAULT
 
 
 def test_it_repeats_a_seed_and_draws_heads_from_first_to_last(capsys):

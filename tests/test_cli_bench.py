@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from cli_runs import WHY, attend_wrongly
-from sparge import Recipe
+from sparge import DEFAULT, Recipe
 from sparge.backends.cpu import library as native
 from sparge.bench import cases, contender
 from sparge.bench.bench_table import bench_table
@@ -102,7 +102,7 @@ def test_the_figures_of_a_row(green, eager_flex, capsys):
     assert everything["density"] == 1 > some["density"]
     assert everything["kept_scores"] == everything["scores"] > some["kept_scores"]
     assert everything["sparsity_error"] < 1e-12 < some["sparsity_error"]
-    assert Recipe.from_dict(by_name["reference default"]["recipe"]) == Recipe()
+    assert Recipe.from_dict(by_name["reference default"]["recipe"]) == DEFAULT
     # The very same blocks, without our quantization.
     given = by_name["flex 40%"]
     assert (given["density"], given["kept_scores"]) == (some["density"], some["kept_scores"])

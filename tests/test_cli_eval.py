@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("lm_eval")
 
 from cli_runs import complaint
-from sparge import Recipe, cli
+from sparge import DEFAULT, Recipe, cli
 from sparge.backends.cpu import library as native
 from sparge.cli import main
 from sparge.evaluate import cells, harness, model_directory, tested_model
@@ -60,7 +60,7 @@ def test_the_whole_document(argv, capsys, tmp_path):
     assert found["format"] == "sparge.eval/2"
     assert found == json.loads((tmp_path / "r" / "eval.json").read_text())
     assert found["model"]["layers"] == 2
-    assert Recipe.from_dict(found["settings"]["recipe"]) == Recipe()
+    assert Recipe.from_dict(found["settings"]["recipe"]) == DEFAULT
     assert [row["length"] for row in found["prefill"]] == [256, 384, 512]
     for row in found["prefill"]:
         assert 0 < row["attention_share"] < 1

@@ -38,6 +38,7 @@ FLOORS = [
     "backends.cpu",
     "dispatch",
     "record",
+    "attend_heads",
     "execute",
     "ops",
     "merge",

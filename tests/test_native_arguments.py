@@ -17,25 +17,29 @@ from native_calls import (
     ERROR,
     EXACT,
     F64,
+    FINITE,
     HK,
     HQ,
     I8,
     I32,
-    I64,
     INT8,
     INT8_FAST,
     LK,
     LQ,
+    MASKED,
     N_K,
     N_Q,
+    RANGES,
+    STEPS,
     VALID,
     B,
     D,
     attend,
     call,
+    first,
+    mutated,
     numbers,
-    select,
-    select_steps,
+    step_errors,
 )
 from sparge.backends.cpu import library as native
 
@@ -47,12 +51,17 @@ TENSORS = [
     for name, x in make().items()
     if isinstance(x, torch.Tensor)
 ]
-STRIDED = {"query", "key", "value", "x", "mask", "grad_out", "pooled_key", "pooled_value"}
+STRIDED = {
+    "query", "key", "value", "x", "mask", "grad_out", "pooled_key", "pooled_value", "exact_query",
+    "exact_key", ("step_errors fast", "codes"),
+}  # fmt: skip
+FLOATS = ["attend exact", "predict rows", "backward", "survey half", "step_errors own"]
 # Sizes that nothing else in the call fixes.
 FREE = {
     ("key_mean", "key", 2),
-    ("select_steps", "value", 3),
-    ("select_steps", "checked", 0),
+    ("deviations", "query", 3),
+    ("choose_rows", "far_ranks", 1),
+    ("step_errors own", "value", 3),
     ("take_steps", "indices", 3),
 }
 
@@ -92,7 +101,7 @@ def test_a_tensor_of_another_shape(case, name):
             refused(case, "sparge_cpu: .* must ", **{name: wider})
 
 
-@pytest.mark.parametrize(("case", "name"), [t for t in TENSORS if t[1] not in STRIDED])
+@pytest.mark.parametrize(("case", "name"), [t for t in TENSORS if not {t, t[1]} & STRIDED])
 def test_a_tensor_that_is_not_contiguous(case, name):
     x = VALID[case]()[name]
     apart = torch.stack([x, x], -1)[..., 0]
@@ -121,40 +130,16 @@ def test_an_instruction_set_that_is_not_there(case):
             refused(case, f"isa {number} is {name}, which this machine", isa=number)
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "low", "high"),
-    [
-        ("attend", "precision", 0, 3),
-        ("predict", "precision", 0, 3),
-        ("select_steps", "precision", 0, 3),
-        ("predict", "predictor", 0, 2),
-        ("select", "keep", 0, 2),
-        ("predict", "sample_rows", 1, 128),
-        ("block_kinds", "Lq", 1, 2**36),
-        ("block_kinds", "Lk", 1, 2**36),
-        ("select", "Lq", 1, 2**36),
-        ("select", "Lk", 1, 2**36),
-        ("attend", "q_rows_per_scale", 1, 2**36),
-        ("attend", "k_rows_per_scale", 1, 2**36),
-        ("attend", "pool_group", 1, 64),
-        ("predict", "k_rows_per_scale", 1, 2**36),
-        ("block_kinds", "offset", -(2**40), 2**40),
-        ("attend", "offset", -(2**40), 2**40),
-        ("backward", "offset", -(2**40), 2**40),
-        ("predict", "offset", -(2**40), 2**40),
-        ("select", "offset", -(2**40), 2**40),
-    ],
-)
+@pytest.mark.parametrize(("case", "name", "low", "high"), RANGES)
 def test_a_number_out_of_range(case, name, low, high):
     """SIGFPE before, for 0 rows per scale."""
     for wrong in (low - 1, high + 1, -(2**63), 2**63 - 1):
         refused(case, f"{name} must be in {low} … {high}, got {wrong}", **{name: wrong})
 
 
-@pytest.mark.parametrize("name", ["softmax_scale"])
-@pytest.mark.parametrize("case", ["attend", "backward", "predict", "select_steps", "statistics"])
-def test_a_scale_that_is_not_finite(case, name):
-    for wrong in (float("nan"), float("inf")):
+@pytest.mark.parametrize(("case", "name"), FINITE)
+def test_a_number_that_is_not_finite(case, name):
+    for wrong in (float("nan"), float("inf"), -float("inf")):
         refused(case, f"{name} must be finite", **{name: wrong})
 
 
@@ -177,8 +162,8 @@ def test_pooled_entries_of_another_kind():
     refused("attend exact", "pooled_key must have the dtype of key, or float32", pooled_key=half)
 
 
-def filled(name, make, value):
-    x = make()[name].clone()
+def filled(name, case, value):
+    x = VALID[case]()[name].clone()
     x.view(-1)[-1] = value
     return x
 
@@ -187,7 +172,7 @@ def filled(name, make, value):
 @pytest.mark.parametrize("count", [-1, N_K + 1, 10**6, -(2**31)])
 def test_counts_beyond_the_list(case, count):
     """SIGSEGV before, for counts far beyond the list."""
-    broken = filled("counts", VALID[case], count)
+    broken = filled("counts", case, count)
     refused(case, f"counts must be in 0 … {N_K}, got {count}", counts=broken)
 
 
@@ -221,39 +206,85 @@ def test_padding_behind_the_count_is_pooled_like_any_skipped_block():
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("case", ["predict", "select", "select_steps", "attend", "backward"])
+@pytest.mark.parametrize("case", MASKED)
 def test_kinds_that_do_not_exist(case):
     for value in (-1, 3, 127):
-        broken = filled("kinds", VALID[case], value)
+        broken = filled("kinds", case, value)
         refused(case, "kinds must be 0, 1 or 2", kinds=broken)
 
 
-@pytest.mark.parametrize("case", ["predict", "select", "select_steps", "attend", "backward"])
+@pytest.mark.parametrize("case", MASKED)
 def test_a_mask_comes_with_its_kinds(case):
     refused(case, "mask and kinds must come together", mask=None)
     refused(case, "mask and kinds must come together", kinds=None)
 
 
-@pytest.mark.parametrize("row", [-1, LQ, 2**62])
-def test_checked_rows_beyond_the_queries(row):
-    refused("select_steps", "checked must be in", checked=torch.tensor([0, row]))
+@pytest.mark.parametrize(
+    ("case", "name", "low", "high"),
+    [
+        ("survey", "rows", -1, LQ - 1),
+        ("survey", "first_steps", -1, STEPS),
+        ("draw_measured", "rows", -1, 2**36 - 1),
+        ("draw_measured", "steps", 0, STEPS - 1),
+        ("step_errors", "rows", -1, LQ - 1),
+        ("step_errors", "first_steps", -1, STEPS),
+        ("step_errors", "steps", 1, STEPS - 1),  # behind the one before
+        ("choose_rows", "starts", 0, LQ - 1),
+        ("choose_rows", "n_far", 1, 40),  # open rows of the last block
+        ("choose_rows", "n_near", 0, 38),
+        ("choose_rows", "far_ranks", 0, 1),
+        ("choose_rows", "near_places", 0, 127),
+        ("decide", "next_measured", 0, 1),
+        ("decide", "sparser", 0, STEPS - 1),
+    ],
+)
+def test_entries_out_of_range(case, name, low, high):
+    for wrong in {low - 1, high + 1, -(2**31), 2**62 if name == "rows" else 2**31 - 1}:
+        refused(case, f"{name} must be in {low} … {high}", **{name: filled(name, case, wrong)})
 
 
 @pytest.mark.parametrize("value", [float("nan"), -0.1, 1.1, float("inf")])
 def test_amounts_that_are_no_share(value):
-    amount = filled("amount", select, value)
-    refused("select", "amount must be in 0 … 1", amount=amount)
-    masses = filled("masses", select_steps, value)
-    refused("select_steps", "masses must be in 0 … 1", masses=masses)
+    refused("select", "amount must be in 0 … 1", amount=filled("amount", "select", value))
+    masses = filled("masses", "first_steps", value)
+    refused("first_steps", "masses must be in 0 … 1", masses=masses)
+    if value != 1.1:
+        for case in ("choose_rows", "decide"):
+            refused(case, "budget must be finite", budget=filled("budget", case, value))
 
 
 def test_more_steps_than_the_scratch_is_made_for():
-    masses = torch.full((HQ, 65), 0.5, dtype=F64)
-    wrong = torch.empty(B, HQ, 65, dtype=F64)
-    refused("select_steps", "steps of masses must be in 1 … 64", masses=masses, wrong=wrong)
+    masses = torch.linspace(0, 1, 65, dtype=F64)
+    refused("first_steps", "number of masses must be in 1 … 64", masses=masses)
+    refused("survey", "steps of dropped must be in 1 … 64", dropped=torch.empty(B, HQ, 5, 65))
+    refused("step_errors", "number of steps must be in 1 … 64", steps=torch.arange(65, dtype=I32))
 
 
-@pytest.mark.parametrize("case", ["attend exact", "predict rows", "backward"])
+def test_pooled_blocks_that_no_step_keeps():
+    """Read out of bounds before: their step was looked up in front of the table."""
+    found = []
+    for entries in (1.0, 1e6):
+        arguments = step_errors(INT8) | {"first_steps": torch.full_like(first(), -1)}
+        arguments |= {"is_causal": False, "pooled_value": arguments["pooled_value"] * entries}
+        call("step_errors", arguments)
+        found.append(arguments["total"])
+    assert torch.equal(*found)
+
+
+def test_bools_that_are_neither():
+    may = VALID["choose_rows"]()["may"].view(torch.uint8) * 200
+    refused("choose_rows", "bytes of may must be in 0 … 1", may=may.view(torch.bool))
+
+
+def test_no_rows_to_look_at():
+    for case, output in (("survey", "dropped"), ("step_errors", "total")):
+        arguments = VALID[case]()
+        arguments["rows"][:] = -1
+        call(case, arguments)
+        assert not arguments[output].any()
+
+
+@pytest.mark.parametrize("case", FLOATS)
 @pytest.mark.parametrize("heads", [3, 8], ids="{} key heads".format)
 def test_heads_that_do_not_share_keys(case, heads):
     """SIGFPE before, for more key heads than query heads."""
@@ -263,7 +294,7 @@ def test_heads_that_do_not_share_keys(case, heads):
     refused(case, f"query must have a multiple of the {heads} heads of key, got 4", **broken)
 
 
-@pytest.mark.parametrize("case", ["attend exact", "predict rows", "backward"])
+@pytest.mark.parametrize("case", FLOATS)
 def test_a_head_dim_that_is_too_large(case):
     """SIGSEGV before: kernels keep rows on the stack."""
     broken = {"query": numbers(B, HQ, LQ, 320), "key": numbers(B, HK, LK, 320)}
@@ -300,6 +331,15 @@ def test_lengths_that_only_a_stride_of_zero_can_have():
         ("select", {"mass": None}, "mass is needed"),
         ("select", {"keep": ERROR}, "keep must be in"),
         ("select", {"q_similarity": None}, "q_similarity and k_similarity are needed"),
+        ("first_steps", {"masses": torch.tensor([0.5, 0.4], dtype=F64)}, "masses must not fall"),
+        ("choose_rows", {"starts": torch.tensor([0, 127, 256])}, "first rows of query blocks"),
+        ("decide", {"Hk": 3}, "Hk must divide the 4 heads, got 3"),
+        ("step_errors", {"exact_key": None}, "exact_query and exact_key must come together"),
+        ("step_errors", {"exact_key": numbers(B, HK, LK, D).half()}, "the dtype of exact_query"),
+        ("step_errors", {"pooled_value": None}, "pooled_key and pooled_value must come together"),
+        ("step_errors", {"pooled_k_scale": None}, "pooled_k_scale is needed with int8 codes"),
+        ("step_errors", {"pool_group": 48}, "pool_group must divide 64, got 48"),
+        ("step_errors fast", {"codes": None}, "codes and v_scale must come together"),
         ("statistics", {"scale": None}, "codes and scale must come together"),
         ("statistics", {"key_mean": None}, "key_mean and lse_shift must come together"),
         ("statistics", {"key_mean": numbers(B, 3, D)}, "key_mean must have a number of heads"),
@@ -318,6 +358,10 @@ def test_arguments_that_do_not_fit_each_other(case, broken, match):
         ("backward", "grad_query", "query"),
         ("select", "allowed", "counts"),
         ("take_steps", "counts", "indices"),
+        ("first_steps", "allowed", "indices"),
+        ("draw_measured", "to_rows", "rows"),
+        ("step_errors", "whole", "skipping"),
+        ("decide", "measured", "mean"),
     ],
 )
 def test_an_output_that_is_another_argument(case, output, other):
@@ -342,45 +386,8 @@ def test_a_lse_over_the_indices_that_attend_reads():
 # ---- whatever comes
 
 
-INTEGERS = st.one_of(
-    st.integers(-3, 300), st.sampled_from([2**31, 2**36, 2**40, 2**63 - 1, -(2**31), -(2**63)])
-)
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.half, F64, I8, I32, I64, torch.bool])
-
-
-@st.composite
-def mutated(draw, value):
-    """Another tensor or number in the place of `value`."""
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return draw(INTEGERS)
-    if isinstance(value, float):
-        return draw(st.floats())
-    shape = list((numbers(2, 2) if value is None else value).shape)
-    how = draw(st.sampled_from(["none", "size", "rank", "dtype", "strides", "numbers"]))
-    if how == "none":
-        return None
-    if how == "size":
-        d = draw(st.integers(0, len(shape) - 1))
-        shape[d] = draw(st.sampled_from([0, 1, 2, 3, 63, 65, 320, shape[d] + 1]))
-    elif how == "rank":
-        shape = draw(st.lists(st.integers(0, 5), max_size=5))
-    dtype = draw(DTYPES) if how == "dtype" or value is None else value.dtype
-    x = torch.zeros(shape, dtype=dtype)
-    if how == "strides" and shape:
-        return torch.zeros((), dtype=dtype).expand(shape)
-    if how == "numbers" and value is not None:
-        x = value.clone()
-        wild = [0, 1, 2, -1, 127, 2**30, -(2**31), float("nan"), float("inf"), -1e30]
-        fits = [n for n in wild if dtype.is_floating_point or isinstance(n, int)]
-        fits = [n for n in fits if dtype not in (I8, torch.bool) or -128 <= n < 128]
-        x.view(-1)[draw(st.integers(0, x.numel() - 1))] = draw(st.sampled_from(fits))
-    return x
-
-
 @given(data=st.data())
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 def test_mutated_arguments_raise_or_run(data):
     case = data.draw(st.sampled_from(list(VALID)))
     arguments = {"isa": native.isa_number()} | VALID[case]()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparge import KeepError, Recipe
-from sparge.backends import budget
+from sparge.backends import budget, budget_decision
 from sparge.backends.cpu import library as native
 from sparge.backends.cpu import select as cpu
 from sparge.backends.cpu.op_arguments import scored_parts, token_parts
@@ -165,8 +165,8 @@ def survey_at_random(rng, kind, n=48):
 @pytest.mark.parametrize("seed", range(5))
 def test_measured_rows_are_those_of_the_reference(seed, kind):
     surveyed, survey = survey_at_random(torch.Generator().manual_seed(seed), kind)
-    expected = budget.draw_measured(surveyed, survey, 40)
-    found = cpu._draw_measured(surveyed, survey, 40)
+    expected = budget.draw_measured(surveyed, survey)
+    found = cpu._draw_measured(surveyed, survey)
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1], rtol=1e-12, atol=0)
     assert torch.equal(found[2].nan_to_num(7.0), expected[2].nan_to_num(7.0))
@@ -174,9 +174,9 @@ def test_measured_rows_are_those_of_the_reference(seed, kind):
 
 def test_rows_that_only_small_budgets_survey_change_no_draw():
     surveyed, survey = survey_at_random(torch.Generator().manual_seed(3), "plain")
-    before = cpu._draw_measured(surveyed, survey, 40)[0]
+    before = cpu._draw_measured(surveyed, survey)[0]
     survey.dropped[..., 5:9, :] = 0.25
-    assert torch.equal(cpu._draw_measured(surveyed, survey, 40)[0], before)
+    assert torch.equal(cpu._draw_measured(surveyed, survey)[0], before)
     assert not ((before >= 5) & (before < 9)).any()
 
 
@@ -208,7 +208,7 @@ def test_the_decision_is_that_of_the_reference(Hk, may_raise, kind):
         _, survey = survey_at_random(rng, kind)
         measured = measured_at_random(rng, kind)
         keep = KeepError((0.01, 0.03, 0.05, 0.2))
-        expected = budget.decide(survey, measured, keep, Hk, may_raise=may_raise)
+        expected = budget_decision.decide(survey, measured, keep, Hk, may_raise=may_raise)
         step = torch.full((2, 4), -7)
         out = torch.full((3, 2, 4), 7.0, dtype=F64)
         native.ops().decide(

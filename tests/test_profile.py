@@ -86,7 +86,7 @@ def test_a_recipe_has_the_settings_of_every_head():
 
 def test_names_match_exactly():
     profile = profile_of(Model())
-    assert profile.recipe_for("single_blocks.0") == sparge.Recipe()  # not tuned: the default
+    assert profile.recipe_for("single_blocks.0") == sparge.DEFAULT  # not tuned: the default
     assert profile.untuned == ["single_blocks.0"]
     for name in ("blocks.1", "blocks", "locks.0", "model.blocks.0"):
         with pytest.raises(ValueError, match="match exactly"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import sparge
 from recipes import quick, recipes
-from sparge import KeepAll, KeepFraction, KeepMass, Recipe
+from sparge import DEFAULT, KeepAll, KeepFraction, KeepMass, Recipe
 
 # --- a value ----------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def test_no_recipe_is_the_default_recipe():
     with sparge.record() as runs:
         sparge.attention(x, x, x)
         sparge.make_plan(x, x)
-    assert [run.recipe for run in runs] == [Recipe(), Recipe()]
+    assert [run.recipe for run in runs] == [DEFAULT, DEFAULT]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sparge.backends.reference import prepare as slow
 from sparge.record import Stopwatch
 from sparge.support.atomic_files import replace_file
 
-rows = import_module("sparge.backends.reference.sampled_rows")
+rows = import_module("sparge.backends.reference.checked_rows")
 dense = import_module("sparge.backends.dense")
 
 

@@ -67,7 +67,7 @@ def test_the_default_recipe_by_the_default_backend():
     want = model(ids).logits
     model.set_attn_implementation("sparge")
     got, runs = runs_of(model, ids)
-    assert {run.recipe for run in runs} == {sparge.Recipe()}
+    assert {run.recipe for run in runs} == {sparge.DEFAULT}
     torch.testing.assert_close(got, want, rtol=0.0, atol=2e-2)
 
 

@@ -144,7 +144,7 @@ def test_interrupted_tuning_goes_on_to_the_same_profile(two_layers, tmp_path, mo
     state = tmp_path / "state.json"
     part = tune(two_layers, **facts, state=state, done=stop)
     assert part.untuned == ["b.attn"]
-    assert part.recipe_for("b.attn") == sparge.Recipe()
+    assert part.recipe_for("b.attn") == sparge.DEFAULT
     assert part.recipe_for("a.attn") == once.recipe_for("a.attn")
     tuned = []
     original = tuner.tune_layer

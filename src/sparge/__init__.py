@@ -14,7 +14,7 @@ from .integrations import accelerate
 from .merge import merge
 from .profile import Profile
 from .qtensor import QTensor
-from .recipe import KeepAll, KeepError, KeepFraction, KeepMass, Recipe
+from .recipe import DEFAULT, KeepAll, KeepError, KeepFraction, KeepMass, Recipe
 from .record import Run, record
 from .varlen import attention_varlen
 
@@ -26,6 +26,7 @@ __all__ = [
     "Backend",
     "BlockPlan",
     "Choice",
+    "DEFAULT",
     "FixedCost",
     "KeepAll",
     "KeepError",

@@ -20,7 +20,7 @@ from .dispatch.call_cache import check_and_choose
 from .execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
 from .ops import facts_of, plan_of_tensors
 from .qtensor import Operands
-from .recipe import Recipe
+from .recipe import EXACTLY, Recipe
 from .record import note
 from .support.autocast import as_autocast
 from .tokenmask import as_4d
@@ -194,8 +194,11 @@ def attend(
     """The second half of `attention`: `(out, lse)` over the blocks of a plan.
 
     The plan holds its diagonal; `is_causal` and `causal_align` may be left out and must agree
-    if given. Of the recipe, only precision and pv_skip apply.
+    if given. Of the recipe, only precision, pv_skip and what skipped blocks contribute apply.
+    Without a recipe no block but the plan's contributes; to repeat what `attention` computes, give
+    the recipe that the plan was made by (`sparge.DEFAULT` if none).
     """
+    recipe = EXACTLY if recipe is None else recipe
     query, key, value = as_autocast(query, key, value)
     call = check_call(
         query,

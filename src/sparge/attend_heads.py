@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .blockplan import BlockPlan
 from .call import Call, Inputs
-from .stages import Attended, Prepared, Stages
+from .stages import Attended, Prepared, Stages, raised_key_heads
 from .tokenmask import TokenMask
 
 
@@ -27,7 +27,7 @@ def attend_heads(
     tokens: TokenMask,
 ) -> Attended:
     """`Stages.attend`, with raised heads in `call.own_precision`."""
-    raised = plan.raised_key_heads(call.Hk) if call.recipe.quantized else [False]
+    raised = raised_key_heads(plan, call.Hk) if call.recipe.quantized else [False]
     if not any(raised):
         return stages.attend(call, prepared, plan, tokens)
     parts = []
@@ -68,8 +68,9 @@ class HeadRange:
         def cut(x: Tensor) -> Tensor:
             return x[:, self.q_start : self.q_stop].contiguous()
 
-        lists = {name: cut(getattr(plan, name)) for name in ("counts", "indices", "allowed")}
-        return replace(plan, **lists, measured=None).trust()
+        counts, indices, allowed = cut(plan.counts), cut(plan.indices), cut(plan.allowed)
+        lists = replace(plan, counts=counts, indices=indices, allowed=allowed, measured=None)
+        return lists.trust()
 
     def tokens(self, tokens: TokenMask) -> TokenMask:
         mask = tokens.attn_mask

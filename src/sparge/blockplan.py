@@ -76,15 +76,8 @@ class BlockPlan:
 
     @property
     def raised(self) -> Tensor | None:
-        """Query heads that run in the caller's own precision, bool `[Hq]`: 8 bits alone would take
-        most of their budget."""
+        """Query heads that run in the caller's own precision, bool `[Hq]`."""
         return None if self.measured is None else (self.measured[2] > 0).any(0)
-
-    def raised_key_heads(self, Hk: int) -> list[bool]:
-        """Key heads, of `Hk`, any of whose query heads are raised."""
-        if self.raised is None:
-            return [False] * Hk
-        return [bool(x) for x in self.raised.view(Hk, -1).any(1).tolist()]
 
     @classmethod
     def from_mask(
@@ -175,10 +168,7 @@ class BlockPlan:
         return torch.where(allowed > 0, self.counts.sum(-1) / allowed, 1.0)
 
     def row_groups(self, rows: int = ROW_GROUP) -> Tensor:
-        """Groups of `rows` query rows in each query block, `[n_q]`: what the second filter counts.
-
-        `rows` is the backend's (`Backend.row_group`).
-        """
+        """Groups of `rows` (the backend's) query rows in each query block, `[n_q]`."""
         sizes = block_sizes(self.Lq, BLOCK_Q, self.counts.device)
         return (sizes + rows - 1) // rows
 
@@ -192,11 +182,8 @@ class BlockPlan:
         return skips / self.pv_groups(rows) if skips else 0.0
 
     def sparsity(self, pv_skips: Tensor | None = None, rows: int = ROW_GROUP) -> float:
-        """(skipped QK blocks + skipped PV blocks) / (2 · allowed blocks).
-
-        A block that is not kept counts in both; `pv_skips` `[B, Hq, n_q]` counts row groups
-        skipped inside kept blocks.
-        """
+        """(skipped QK blocks + skipped PV blocks) / (2 · allowed blocks). A block that is not kept
+        counts in both; `pv_skips` `[B, Hq, n_q]` counts row groups skipped inside kept blocks."""
         allowed = int(self.allowed.sum())
         if not allowed:
             return 0.0

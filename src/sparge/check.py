@@ -27,7 +27,7 @@ from .geometry import (
     diagonal_offset,
     n_blocks,
 )
-from .recipe import DEFAULT, KeepError, KeepFraction, KeepMass, Recipe
+from .recipe import DEFAULT, EXACTLY, KeepError, KeepFraction, KeepMass, Recipe
 from .support.autocast import forward_ad_level
 from .tokenmask import broadcasts, check_mask
 
@@ -90,6 +90,8 @@ def check_call(
             raise TypeError(f"{name} must be True or False, got {flag!r}")
     if not isinstance(label, str):
         raise TypeError(f"label must be a string, got {label!r}")
+    if recipe is None and block_mask is not None:
+        recipe = EXACTLY
     recipe = check_recipe(recipe, Hq)
     if isinstance(recipe.keep, KeepError) and value is None and block_mask is None:
         raise ValueError(

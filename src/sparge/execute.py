@@ -19,7 +19,7 @@ from .call import Call, Inputs
 from .dispatch import Backend, Choice, choose, get_backend, host, route_by_plan, settle
 from .geometry import diagonal_offset
 from .record import Run, Stopwatch, note
-from .stages import Attended, Prepared
+from .stages import Attended, Prepared, raised_key_heads
 from .support.autocast import without_autocast
 from .tokenmask import EXCLUDED, TokenMask
 
@@ -179,7 +179,7 @@ def _worst(x: Tensor | None) -> tuple[float, ...] | None:
 
 
 def _precisions(call: Call, plan: BlockPlan) -> tuple[str, ...] | None:
-    raised = plan.raised_key_heads(call.Hk)
+    raised = raised_key_heads(plan, call.Hk)
     if not any(raised) or not call.recipe.quantized:
         return None
     group, names = call.Hq // call.Hk, (call.recipe.precision, call.own_precision)

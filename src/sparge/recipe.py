@@ -327,3 +327,5 @@ def _keep_from_dict(data: Any) -> Keep:
 DEFAULT = Recipe(KeepMass(0.97), skipped="pool")
 """Where no recipe is given. Chosen on a real model by perplexity, needles, error and time (LAB.md);
 `Recipe()` itself drops what it skips, as the paper does."""
+EXACTLY = replace(DEFAULT, skipped="drop")
+"""Where no recipe is given for blocks that the caller chose: no others may contribute."""

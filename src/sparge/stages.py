@@ -80,6 +80,13 @@ class Prepared:
         )
 
 
+def raised_key_heads(plan: BlockPlan, Hk: int) -> list[bool]:
+    """Key heads, of `Hk`, any of whose query heads run in the caller's own precision."""
+    if plan.raised is None:
+        return [False] * Hk
+    return [bool(x) for x in plan.raised.view(Hk, -1).any(1).tolist()]
+
+
 @dataclass(frozen=True)
 class Attended:
     """out `[B, Hq, Lq, Dv]`; lse `[B, Hq, Lq]`, natural log over the kept keys; pv_skips int32

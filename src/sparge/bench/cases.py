@@ -124,7 +124,11 @@ def add_shares_of_peak(rows: Iterable[Row], peaks: Mapping[int, float]) -> None:
 
 def _errors(contender: Contender, truth: Truth) -> Row:
     assert contender.out is not None
-    blocks = truth.dense if contender.plan is None else truth.of_blocks(contender.plan)
+    blocks = truth.dense
+    if contender.plan is not None:
+        recipe = contender.entry.recipe
+        pools = recipe is not None and recipe.pools and contender.entry.kind == "sparse"
+        blocks = truth.of_blocks(contender.plan, recipe.pool_group if recipe and pools else None)
     return {
         "density": 1.0 if contender.plan is None else contender.plan.density,
         "error": relative_l1(contender.out, truth.dense),

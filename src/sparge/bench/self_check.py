@@ -113,7 +113,8 @@ def _check(
 
 def _error(inputs: Inputs, truth: Truth, name: str, recipe: Recipe) -> float:
     """Against fp64 over the same blocks, which must be those that the reference chooses."""
-    options: dict[str, Any] = {"is_causal": truth.is_causal, "enable_gqa": True, "recipe": recipe}
+    is_causal = truth.tokens.is_causal
+    options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": True, "recipe": recipe}
     expected = truth.dense
     if not isinstance(recipe.keep, KeepAll):
         plan, meant = (
@@ -122,5 +123,5 @@ def _error(inputs: Inputs, truth: Truth, name: str, recipe: Recipe) -> float:
         others = int((plan.to_mask() ^ meant.to_mask()).sum()) / int(meant.counts.sum())
         if others > OTHER_BLOCKS:
             raise WrongBlocksError(f"{others:.0%} of its blocks are not the reference's")
-        expected = truth.of_blocks(plan)
+        expected = truth.of_blocks(plan, recipe.pool_group if recipe.pools else None)
     return relative_l1(attention(*inputs, backend=name, **options), expected)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..blockplan import BlockPlan
 from ..exact import row_weights
 from ..geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
-from ..tokenmask import TokenMask
+from ..tokenmask import OPEN, TokenMask
 
 
 class Truth:
@@ -28,17 +28,36 @@ class Truth:
             for b in range(B)
             for h in range(Hq)
         ]
-        self.rows, self.is_causal = rows, is_causal
+        self.rows, self.tokens = rows, tokens
+        self.query, self.key = q[:, :, rows], k.repeat_interleave(Hq // k.shape[1], 1)
         self.weights = torch.stack(each).unflatten(0, (B, Hq))
         self.value = v.repeat_interleave(Hq // k.shape[1], 1)
         self.dense = self.weights @ self.value
 
-    def of_blocks(self, plan: BlockPlan) -> Tensor:
-        """Attention over the kept blocks alone. Comparing with it leaves out the sparsity error."""
+    def of_blocks(self, plan: BlockPlan, pool_group: int | None = None) -> Tensor:
+        """Attention over the kept blocks, and over pooled entries of the others if they are pooled.
+        Comparing with it leaves out the sparsity error."""
         kept = plan.to_mask().cpu()[:, :, self.rows // BLOCK_Q]
         keys = kept.repeat_interleave(BLOCK_K, -1)[..., : self.weights.shape[-1]]
-        weights = self.weights * keys
-        return weights @ self.value / weights.sum(-1, keepdim=True)
+        weights, value = self.weights * keys, self.value
+        if pool_group is not None:
+            entries, means = self._entries(kept, pool_group)
+            weights, value = torch.cat([weights, entries], -1), torch.cat([value, means], -2)
+        return weights @ value / weights.sum(-1, keepdim=True)
+
+    def _entries(self, kept: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Weights of pooled entries, in units of the dense weights, and their values."""
+        scale = self.query.shape[-1] ** -0.5
+        L = self.key.shape[2]
+        sizes = block_sizes(L, group).double()
+        k, v = (in_blocks(x, -2, group).sum(-2) / sizes[:, None] for x in (self.key, self.value))
+        scores = self.query @ self.key.mT * scale
+        if self.tokens.is_causal:
+            scores = scores.masked_fill(torch.arange(L) > self.rows[:, None], -torch.inf)
+        entries = self.query @ k.mT * scale + sizes.log() - scores.logsumexp(-1, keepdim=True)
+        kinds = self.tokens.block_kinds(torch.device("cpu"))[:, :, self.rows // BLOCK_Q]
+        pools = (~kept & (kinds == OPEN)).repeat_interleave(BLOCK_K // group, -1)
+        return entries.exp() * pools[..., : len(sizes)], v
 
 
 def relative_l1(out: Tensor, truth: Tensor) -> float:

@@ -20,7 +20,9 @@ from ...blockplan import BlockPlan
 from ...call import Call
 from ...geometry import BLOCK_K, BLOCK_Q
 from ...recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, Recipe, heads_of
-from ..budget import measured_rows, surveyed_rows
+from ...stages import raised_key_heads
+from ..budget import MEASURED as MEASURED_ROWS
+from ..budget import surveyed_rows
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
@@ -139,7 +141,7 @@ class Crossover:
         blocks = plan.indices.numel()
         kept, allowed = int(plan.counts.sum()) / blocks, int(plan.allowed.sum()) / blocks
         dense, ours = self.predict_dense(call), self.predict_attend(call, kept, allowed)
-        if call.recipe.quantized and any(raised := plan.raised_key_heads(call.Hk)):
+        if call.recipe.quantized and any(raised := raised_key_heads(plan, call.Hk)):
             heads = torch.tensor(raised).repeat_interleave(call.Hq // call.Hk)
             slow = int(plan.counts[:, heads].sum()) / blocks
             own = replace(call, recipe=replace(call.recipe, precision=call.own_precision))
@@ -225,13 +227,13 @@ def _of_mass(mass: float, few: float) -> float:
 
 def _sampled_share(call: Call) -> float:
     """Rows that are scored exactly, of all rows: those that predict, and those that `KeepError`
-    surveys and measures. Surveyed rows are about as dear as kept ones, measured ones six times."""
+    surveys and measures. Surveyed rows are about as dear as kept ones, measured ones four times."""
     recipe = call.recipe
     if isinstance(recipe.keep, KeepAll) or recipe.predictor == "mean":
         return 0.0
     rows = min(recipe.sample_rows, BLOCK_Q) / BLOCK_Q
     if isinstance(recipe.keep, KeepError):
-        rows += (surveyed_rows(call.n_q) + 6 * measured_rows(call.n_q)) / call.Lq
+        rows += (surveyed_rows(call.n_q) + 4 * MEASURED_ROWS) / call.Lq
     return rows
 
 

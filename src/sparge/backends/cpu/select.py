@@ -74,7 +74,7 @@ def _select_by_error(
     facts = torch.empty((3, 2, call.B, call.Hq, budget.N_STEPS), dtype=torch.float64).unbind()
     given = (surveyed.rows, surveyed.weights)
     ops.survey(*scored, indices, *given, *where, dropped, *facts, isa)
-    rows, *drawn = _draw_measured(surveyed, budget.Survey(dropped, *facts), call.n_q)
+    rows, *drawn = _draw_measured(surveyed, budget.Survey(dropped, *facts))
     sums = _step_errors(call, prepared, scored, indices, rows, tokens)
     step = torch.empty((call.B, call.Hq), dtype=torch.int64)
     measured = torch.empty((3, *step.shape), dtype=torch.float64)
@@ -156,10 +156,10 @@ def _choose_rows(call: Call, query: Tensor, keep: KeepError) -> budget.SurveyedR
 
 
 def _draw_measured(
-    surveyed: budget.SurveyedRows, survey: budget.Survey, n_q: int
+    surveyed: budget.SurveyedRows, survey: budget.Survey
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps = _measured_steps()
-    rows = surveyed.rows.new_empty((*surveyed.rows.shape[:2], budget.measured_rows(n_q)))
+    rows = surveyed.rows.new_empty((*surveyed.rows.shape[:2], budget.MEASURED))
     weights = torch.empty(rows.shape, dtype=torch.float64)
     dropped = torch.empty((*rows.shape, len(steps)))
     library.ops().draw_measured(

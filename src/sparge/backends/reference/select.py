@@ -22,11 +22,11 @@ from ..budget import (
     Decision,
     Measured,
     choose_rows,
-    decide,
     draw_measured,
     step_masses,
     summarize,
 )
+from ..budget_decision import decide
 from ..forced import forced_blocks
 from .checked_rows import deviations, dropped_masses, step_errors
 from .similarity import untrusted_keys, untrusted_queries
@@ -67,7 +67,7 @@ def _decide(call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask) ->
     surveyed = choose_rows(*deviations(prepared.query), keep, call.recipe.sample_rows)
     dropped = dropped_masses(call, prepared.operands, first, tokens, surveyed.rows)
     survey = summarize(surveyed, dropped)
-    rows, weights, of_rows = draw_measured(surveyed, survey, call.n_q)
+    rows, weights, of_rows = draw_measured(surveyed, survey)
     sums = step_errors(call, prepared, first, tokens, rows)
     return decide(
         survey,
