@@ -35,7 +35,7 @@ inline double at_most_or_nan(double x, double high) { return x > high ? high : x
 struct Curves {
   const DecisionRules& rules;
   int64_t n;
-  std::vector<double> error[2], bound[2], added;
+  std::vector<double> error[2], bound[2], doubt[2], added;
   double noise = 0.0;
 
   Curves(const DecisionRules& r, const HeadFacts& f)
@@ -54,6 +54,7 @@ struct Curves {
     }
     noise = std::sqrt(noise);
     const std::vector<double> rate = error_per_mass(skipping, mass);
+    const std::vector<double> rate_noise = noise_of_rate(f, rate, mass, size);
     for (int64_t s = 0; s < n; ++s) {
       const size_t at = size_t(rules.next_measured[s]);
       added[size_t(s)] = at_least_or_nan(total[at] - skipping[at], 0.0);
@@ -62,12 +63,15 @@ struct Curves {
     for (int k = 0; k < 2; ++k) {
       error[k].assign(size_t(n + 1), 0.0);
       bound[k].assign(size_t(n + 1), 0.0);
+      doubt[k].assign(size_t(n + 1), 0.0);
       for (int64_t s = 0; s < n; ++s) {
         const double own = rate[size_t(rules.next_measured[s])], plain = own * f.mean[k][s];
         const double most = own * (f.mean[k][s] + rules.z * f.deviation[k][s] +
                                    rules.tail * f.heaviest[k][rules.sparser[s]]);
         bound[k][size_t(s)] = most;
         error[k][size_t(s)] = plain + rules.lean * (most - plain);
+        const double of_rate = rules.z * f.mean[k][s] * rate_noise[size_t(rules.next_measured[s])];
+        doubt[k][size_t(s)] = std::sqrt((most - plain) * (most - plain) + of_rate * of_rate);
       }
     }
   }
@@ -94,6 +98,21 @@ struct Curves {
     return rate;
   }
 
+  // Standard error of the error per mass of each measured step.
+  std::vector<double> noise_of_rate(const HeadFacts& f, const std::vector<double>& rate,
+                                    const std::vector<double>& mass, double size) const {
+    const size_t c = rate.size();
+    std::vector<double> noise_of(c, 0.0);
+    for (int64_t i = 0; i < f.m; ++i)
+      for (size_t s = 0; s < c; ++s) {
+        const size_t at = size_t(i) * c + s;
+        const double off = f.weights[i] * (f.skipping[at] / size - rate[s] * double(f.dropped[at]));
+        noise_of[s] += off * off;
+      }
+    for (size_t s = 0; s < c; ++s) noise_of[s] = std::sqrt(noise_of[s]) / (mass[s] + rules.prior);
+    return noise_of;
+  }
+
   // The budget below which the head's precision is raised.
   double threshold() const {
     const double x = (added[size_t(n)] + noise) / rules.raise_from;
@@ -113,7 +132,7 @@ struct Curves {
       const size_t at = size_t(s);
       const double more = raised ? 0.0 : added[at];
       if (!(b[at] + more + own_noise <= budget)) break;
-      const double apart = (b[at] - e[at]) / (1.0 - rules.lean);
+      const double apart = doubt[kind(budget)][at];
       if (apart <= rules.resolved * at_least_or_nan(e[at] + more, rules.least_error)) found = s;
     }
     return found;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from sparge.backends import budget
 from sparge.backends.cpu import library as native
 
 B, HQ, HK, LQ, LK, D, DV = 2, 4, 2, 300, 200, 24, 40
@@ -17,6 +16,7 @@ I8, I32, I64, F64 = torch.int8, torch.int32, torch.int64, torch.float64
 STEPS = 3
 MEASURED = (0, 2)
 SURVEYED, DRAWN = 5, 4
+MOST = 16
 GROUP = 16
 
 
@@ -145,21 +145,20 @@ def deviations():
 
 
 def choose_rows():
-    places = budget.checked_places(LQ, 4)
-    rows, most = budget.rows_of_blocks(N_Q)
-    n = len(places.starts) * most
+    starts, place, n = torch.arange(N_Q) * 128, torch.arange(128), N_Q * MOST
+    may = (place % 11 > 0) & (starts[:, None] + place < LQ)
     return {
         "deviation": numbers(B, HQ, LQ).square(),
         "energy": numbers(B, HQ, N_Q).square() * 200,
         "budget": torch.linspace(0.01, 0.1, HQ, dtype=F64),
-        "starts": places.starts,
-        "may": places.may,
-        "n_far": places.n_far,
-        "n_near": places.n_near,
-        "far_ranks": places.far_ranks,
-        "near_places": places.near_places,
-        "rows_of_block": rows,
-        "most_of_block": most,
+        "starts": starts,
+        "may": may,
+        "n_far": torch.full((N_Q,), 2),
+        "n_near": may.sum(1) - 2,
+        "far_ranks": torch.tensor([0, 1, 0, 1]).expand(N_Q, MOST // 4).contiguous(),
+        "near_places": (~may).byte().argsort(dim=1, stable=True),
+        "rows_of_block": 4,
+        "most_of_block": MOST,
         "disagrees": 0.5,
         "small_budget": 0.03,
         "rows": torch.empty(B, HQ, n, dtype=I64),
@@ -333,7 +332,7 @@ RANGES = [
     ("predict", "sample_rows", 1, 128),
     ("select", "keep", 0, 2),
     ("choose_rows", "most_of_block", 2, 128),
-    ("choose_rows", "rows_of_block", 1, 16),
+    ("choose_rows", "rows_of_block", 1, MOST),
     ("draw_measured", "strata", 1, 128),
     ("step_errors", "n_steps", 1, 64),
     ("decide", "Hk", 1, HQ),

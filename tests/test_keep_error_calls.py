@@ -157,4 +157,4 @@ def test_routing_expects_the_mass_that_it_starts_from():
     by_mass = Call(**asked, recipe=Recipe(KeepMass(0.95)))
     assert expected_density(by_error) == expected_density(by_mass)
     more = BUILT_IN.predict_prepare(by_error) - BUILT_IN.predict_prepare(by_mass)
-    assert 0 < more < 0.05 * BUILT_IN.predict_dense(by_mass)
+    assert 0 < more < 0.08 * BUILT_IN.predict_dense(by_mass)

@@ -23,10 +23,10 @@ __version__ = "0.1.0"
 __all__ = [
     "BLOCK_K",
     "BLOCK_Q",
+    "DEFAULT",
     "Backend",
     "BlockPlan",
     "Choice",
-    "DEFAULT",
     "FixedCost",
     "KeepAll",
     "KeepError",

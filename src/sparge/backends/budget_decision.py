@@ -46,10 +46,13 @@ def decide(
     quantized = total[..., -1:]
     of_rows = measured.total[..., -1] / mean
     noise = (measured.weights * (of_rows - quantized)).square().sum(-1, True).sqrt()
-    rate = _error_per_mass(skipping, _weighted(measured, measured.dropped))
+    dropped = _weighted(measured, measured.dropped)
+    rate = _error_per_mass(skipping, dropped)
+    off = measured.skipping / mean[..., None] - rate.unsqueeze(-2) * measured.dropped
+    rate_noise = (measured.weights[..., None] * off).square().sum(-2).sqrt() / (dropped + PRIOR)
     added = (total[..., :-1] - skipping).clamp(min=0.0)
     facts = zip(survey.mean, survey.deviation, survey.heaviest, strict=True)
-    curves = [_Curves.of(*each, rate, added, quantized, noise) for each in facts]
+    curves = [_Curves.of(*each, rate, rate_noise, added, quantized, noise) for each in facts]
     # Where precision is raised: below this budget, for all heads of a key head.
     threshold = ((quantized + noise)[..., 0] / RAISE_FROM).nan_to_num(0.0) * may_raise
     lowest = threshold.amax(0).unflatten(0, (Hk, -1))
@@ -93,10 +96,11 @@ def _at(
 @dataclass(frozen=True)
 class _Curves:
     """Error of every step, everything last, `[B, Hq, S + 1]`: by skipping alone, its upper bound,
-    and what quantization adds to both."""
+    how far off the estimate may be, and what quantization adds to both."""
 
     error: Tensor
     bound: Tensor
+    doubt: Tensor
     added: Tensor
     noise: Tensor
 
@@ -107,18 +111,21 @@ class _Curves:
         deviation: Tensor,
         heaviest: Tensor,
         rate: Tensor,
+        rate_noise: Tensor,
         added: Tensor,
         quantized: Tensor,
         noise: Tensor,
     ) -> _Curves:
-        rate, added = rate[..., list(NEXT_MEASURED)], added[..., list(NEXT_MEASURED)]
+        rate, rate_noise, added = (x[..., list(NEXT_MEASURED)] for x in (rate, rate_noise, added))
         bound = rate * (mean + Z * deviation + TAIL * heaviest[..., list(SPARSER)])
         plain = rate * mean
         error = plain + LEAN * (bound - plain)
+        doubt = ((bound - plain).square() + (Z * mean * rate_noise).square()).sqrt()
         none = torch.zeros_like(error[..., :1])
         return cls(
             torch.cat([error, none], -1),
             torch.cat([bound, none], -1),
+            torch.cat([doubt, none], -1),
             torch.cat([added, quantized], -1),
             noise,
         )
@@ -132,9 +139,7 @@ class _Curves:
         n = bound.shape[-1] - 1
         fits = (bound <= budget[..., None])[..., :n]
         first = n - fits.flip(-1).cumprod(-1).sum(-1)
-        # error - bound differ by (1 - LEAN) of bound - plain estimate.
-        apart = (self.bound - self.error) / (1 - LEAN)
-        known = apart <= RESOLVED * (self.error + added).clamp(min=LEAST_ERROR)
+        known = self.doubt <= RESOLVED * (self.error + added).clamp(min=LEAST_ERROR)
         steps = torch.arange(n + 1, device=budget.device)
         good = (steps >= first[..., None]) & known
         good[..., n] = True
