@@ -54,7 +54,7 @@ DISAGREES = 0.5
 squares. It has twice the rows."""
 FAR_SHARE = 16
 """One row of 16 of a query block, those farthest from its mean, are a stratum of their own."""
-MEASURED = 48
+MEASURED = 64
 """Measured rows of a head."""
 PHASE = 0.4837
 """Where in its share of the chances each measured row is drawn: not at a fraction that equal
@@ -73,7 +73,7 @@ more often miss one than meet too many (LAB.md)."""
 RESOLVED = 0.35
 """A step is not taken where its estimate may be off by more than this share of the error: by the
 surveyed rows as in the bound, and by the error per mass."""
-LEAST_ERROR = 0.0025
+LEAST_ERROR = 0.0015
 """Errors below this need not be resolved."""
 RAISE_FROM = 0.8
 """Quantization alone may take this share of the budget before the precision is raised."""
