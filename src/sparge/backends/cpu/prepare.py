@@ -37,18 +37,28 @@ def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Pr
     pooled = None
     if reads_v and value is not None and call.recipe.pools:
         group, precision = call.recipe.pool_group, call.recipe.precision
-        pooled = _pool(key, value, group, precision, mean=mean)
+        # Blocks of keys are pooled already where prediction needs them.
+        known = k.pooled if group == BLOCK_K and call.recipe.quantized else None
+        pooled = _pool(key, value, group, precision, mean=mean, known=known)
     operands = Operands(q.x, k.x, v, q.lse_shift)
     return Prepared(operands, statistics, query, key, value, pooled)
 
 
-def _pool(key: Tensor, value: Tensor, group: int, precision: str, *, mean: Tensor | None) -> Pooled:
+def _pool(
+    key: Tensor,
+    value: Tensor,
+    group: int,
+    precision: str,
+    *,
+    mean: Tensor | None,
+    known: Tensor | None,
+) -> Pooled:
     """Means over groups of keys and values, as the precision holds keys and values."""
     dtype = torch.float32 if precision == "exact" else key.dtype
     v = _group_means(value, group)
     values = _channels(v) if precision == "int8-fast" else v.to(dtype)
     if precision in QUANTIZED:
-        k = _group_means(key, group, mean=mean)
+        k = _group_means(key, group, mean=mean) if known is None else _finite(known)
         codes = _pass(k, BLOCK_K, _Asked(codes=True, pooled=False, similarity=False), scale=1.0)
         return Pooled(codes.x, values, group)
     return Pooled(_group_means(key, group).to(dtype), values, group)
@@ -59,7 +69,12 @@ def _group_means(x: Tensor, group: int, *, mean: Tensor | None = None) -> Tensor
     asked = _Asked(codes=False, pooled=True, similarity=False)
     pooled = _pass(x, group, asked, scale=1.0, mean=mean).pooled
     assert pooled is not None
-    return pooled.nan_to_num_(0.0, 0.0, 0.0)
+    return _finite(pooled)
+
+
+def _finite(means: Tensor) -> Tensor:
+    """Their block is known not to be finite by its own keys and values."""
+    return means.nan_to_num(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
