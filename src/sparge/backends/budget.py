@@ -64,13 +64,13 @@ STRATA = 8
 much: concentrated rows and flat ones differ in size and error."""
 REFERENCE = 0.03
 """Measured rows are drawn by what they drop at the step whose rows drop this much on average."""
-Z = 1.64
-TAIL = 1.0
+Z = 1.28
+TAIL = 0.75
 """The bound: Z standard errors, and TAIL rows more like the worst one at twice the missing mass."""
-LEAN = 0.4
+LEAN = 0.52
 """The error told lies this far from the plain estimate to the bound: samples of rare large errors
 more often miss one than meet too many (LAB.md)."""
-RESOLVED = 0.35
+RESOLVED = 0.27
 """A step is not taken where its estimate may be off by more than this share of the error: by the
 surveyed rows as in the bound, and by the error per mass."""
 LEAST_ERROR = 0.0015
