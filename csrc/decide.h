@@ -1,5 +1,5 @@
 // The step that each head takes under an error budget: plain code, the twin of `decide` in
-// budget.py, where the rules and their numbers are.
+// budget_decision.py; the rules and their numbers are in budget.py.
 #pragma once
 
 #include <algorithm>
@@ -137,7 +137,8 @@ struct Curves {
     }
     return found;
   }
-  // The densest step that this budget or any larger one takes: see `_sparsest` in budget.py.
+  // The densest step that this budget or any larger one takes: see `_sparsest` in
+  // budget_decision.py.
   int64_t densest_of_larger(double budget, bool raised, double above) const {
     const double edge = rules.small_budget;
     int64_t found = step(budget, raised);

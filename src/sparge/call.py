@@ -77,6 +77,11 @@ class Call:
         return "half" if self.dtype in (torch.bfloat16, torch.float16) else "exact"
 
     @property
+    def rounds(self) -> bool:
+        """Whether the recipe's precision rounds the caller's numbers."""
+        return self.recipe.precision not in ("exact", self.own_precision)
+
+    @property
     def samples_rows(self) -> bool:
         """Whether prediction scores a few rows exactly."""
         return self.predicts and self.recipe.predictor != "mean"

@@ -17,8 +17,8 @@ much. Weights undo the imbalance. Where quantization alone takes most of the bud
 that key head run in the caller's own precision.
 
 Nothing but the comparison with the budget depends on the budget, so a larger one never keeps more.
-Two things do depend on it and are undone by `_sparsest`: small budgets survey more rows, and
-precision is raised below a threshold.
+Two things do depend on it, and `_sparsest` in budget_decision.py undoes them: small budgets survey
+more rows, and precision is raised below a threshold.
 """
 
 from __future__ import annotations
@@ -156,8 +156,7 @@ class Decision:
 
 def surveyed_rows(n_q: int) -> int:
     """At most, of one head."""
-    blocks = len(range(0, n_q - max(1, n_q // MANY_BLOCKS) + 1, max(1, n_q // MANY_BLOCKS)))
-    return blocks * rows_of_blocks(n_q)[1]
+    return len(_checked_blocks(n_q)) * rows_of_blocks(n_q)[1]
 
 
 def rows_of_blocks(n_q: int) -> tuple[int, int]:
@@ -190,13 +189,17 @@ def _hash(x: int) -> int:
     return x ^ (x >> 16)
 
 
+def _checked_blocks(n_q: int) -> list[int]:
+    """All query blocks, or one of every few."""
+    apart = max(1, n_q // MANY_BLOCKS)
+    firsts = range(0, n_q - apart + 1, apart)
+    return [min(first + _hash(first) % apart, n_q - 1) for first in firsts]
+
+
 @lru_cache(maxsize=64)
 def checked_places(Lq: int, sample_rows: int) -> _Places:
     n_q = n_blocks(Lq, BLOCK_Q)
-    apart = max(1, n_q // MANY_BLOCKS)
-    blocks = [
-        min(first + _hash(first) % apart, n_q - 1) for first in range(0, n_q - apart + 1, apart)
-    ]
+    blocks = _checked_blocks(n_q)
     most_far = rows_of_blocks(n_q)[1] // 4
     may = torch.zeros(len(blocks), BLOCK_Q, dtype=torch.bool)
     n_far, n_near, far_ranks, near_places = [], [], [], []
@@ -305,8 +308,8 @@ def draw_measured(surveyed: SurveyedRows, survey: Survey) -> tuple[Tensor, Tenso
     stratum = rank * STRATA // (weights > 0).sum(-1, True).clamp(min=1)
     order = (stratum * n + torch.arange(n, device=own.device)).argsort(-1)
     chance = (weights * mixed).gather(-1, order).cumsum(-1)
-    m = MEASURED
-    at_chance = (torch.arange(m, device=dropped.device).double() + PHASE) / m * chance[..., -1:]
+    shares = (torch.arange(MEASURED, device=dropped.device).double() + PHASE) / MEASURED
+    at_chance = shares * chance[..., -1:]
     places = order.gather(-1, torch.searchsorted(chance, at_chance).clamp(max=n - 1))
     places = places.sort(-1).values
     share = 1.0 / mixed.gather(-1, places)

@@ -64,9 +64,8 @@ def _select_by_error(
     assert prepared.query is not None
     counts, indices, allowed = lists
     ops, where = library.ops(), token_parts(tokens)
-    masses = torch.tensor(budget.step_masses(), dtype=torch.float64)
     forced = _forced(call, tokens)
-    ops.first_steps(mass, masses, forced, *where, call.Lq, call.Lk, indices, allowed, isa)
+    ops.first_steps(mass, _step_masses(), forced, *where, call.Lq, call.Lk, indices, allowed, isa)
     surveyed = _choose_rows(call, prepared.query, keep)
     scored = scored_parts(prepared.operands)
     scored = (*scored, PRECISIONS.index(call.recipe.precision), call.scale)
@@ -96,6 +95,11 @@ def _select_by_error(
 
 def _budgets(keep: KeepError, Hq: int) -> Tensor:
     return torch.tensor(heads_of(keep.max_error, Hq), dtype=torch.float64)
+
+
+@lru_cache(maxsize=1)
+def _step_masses() -> Tensor:
+    return torch.tensor(budget.step_masses(), dtype=torch.float64)
 
 
 @lru_cache(maxsize=1)
@@ -187,9 +191,7 @@ def _step_errors(
     rows: Tensor,
     tokens: TokenMask,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    own: tuple[Tensor | None, ...] = (prepared.query, prepared.key)
-    if call.recipe.precision in ("exact", call.own_precision):
-        own = (None, None)  # what is computed is exact
+    own = (prepared.query, prepared.key) if call.rounds else (None, None)
     codes = v_scale = None
     if isinstance(prepared.operands.value, QTensor):
         codes, v_scale = prepared.operands.value.codes, prepared.operands.value.scale.contiguous()

@@ -71,15 +71,14 @@ def step_errors(
     assert prepared.query is not None
     assert prepared.key is not None
     assert prepared.value is not None
-    own = Operands(prepared.query, prepared.key, prepared.value)
+    own = Prepared(Operands(prepared.query, prepared.key, prepared.value))
     for b, h, some in _heads(rows):
         at = rows[b, h, some]
         steps = first[b, h, at // BLOCK_Q]
         precision = call.recipe.precision
-        shares = _pooled_shares(call, prepared, tokens, b, h, at)
-        outs = _outputs(call, prepared.operands, tokens, b, h, at, steps, precision, shares)
+        outs = _outputs(call, prepared, tokens, b, h, at, steps, precision)
         exact = outs[-1]
-        if precision not in ("exact", call.own_precision):
+        if call.rounds:
             exact = _outputs(call, own, tokens, b, h, at, None, "exact")[-1]
         skipping[b, h] = (outs[:-1] - outs[-1]).abs().sum(-1).T
         total[b, h] = (outs - exact).abs().sum(-1).T
@@ -97,28 +96,43 @@ def row_weights(
     precision: str | None = None,
 ) -> Tensor:
     """exp(score - row_max) of some rows over all keys `[r, Lk]`; zeros where masked."""
-    precision = precision or call.recipe.precision
-    head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=precision)
-    parts = [head.scores(rows, cols) for cols in slices_of(tokens.Lk, KEYS_AT_ONCE)]
-    scores = torch.cat(parts, dim=1)
-    return exp2(scores - shift_of(scores.amax(1, keepdim=True)))
+    scores, shift = _row_scores(call, operands, tokens, b, h, rows, precision)
+    return exp2(scores - shift)
 
 
-def _outputs(
+def _row_scores(
     call: Call,
     operands: Operands,
     tokens: TokenMask,
     b: int,
     h: int,
     rows: Tensor,
+    precision: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scores of some rows over all keys, and what they are lowered by, `[r, 1]`; base 2."""
+    precision = precision or call.recipe.precision
+    head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=precision)
+    parts = [head.scores(rows, cols) for cols in slices_of(tokens.Lk, KEYS_AT_ONCE)]
+    scores = torch.cat(parts, dim=1)
+    return scores, shift_of(scores.amax(1, keepdim=True))
+
+
+def _outputs(
+    call: Call,
+    prepared: Prepared,
+    tokens: TokenMask,
+    b: int,
+    h: int,
+    rows: Tensor,
     steps: Tensor | None,
     precision: str,
-    shares: Shares | None = None,
 ) -> Tensor:
     """Outputs over the blocks of measured steps, `[steps + 1, rows, Dv]` fp64, everything last; of
     everything alone without `steps`, the first steps of the blocks of each row."""
-    p = row_weights(call, operands, tokens, b, h, rows, precision)
-    h_k = h * call.Hk // call.Hq
+    operands = prepared.operands
+    scores, shift = _row_scores(call, operands, tokens, b, h, rows, precision)
+    shares = _pooled_shares(call, prepared, tokens, b, h, rows, shift)
+    p, h_k = exp2(scores - shift), h * call.Hk // call.Hq
     sums = fold_sum(in_blocks(p, -1, BLOCK_K), dim=-1).double()
     if isinstance(operands.value, QTensor):
         v = operands.value.dequantize()[b, h_k].double()
@@ -156,15 +170,14 @@ def _pooled_shares(
     b: int,
     h: int,
     rows: Tensor,
+    shift: Tensor,
 ) -> Shares | None:
-    """What each block contributes to each row if it is skipped, fp64; None for nothing."""
+    """What each block contributes to each row if it is skipped, fp64; None for nothing. Scores are
+    lowered by `shift [r, 1]`, as those of the keys."""
     pooled = prepared.pooled
     if pooled is None:
         return None
     precision, device = call.recipe.precision, rows.device
-    weights = HeadScores(prepared.operands, tokens, b, h, scale=call.scale, precision=precision)
-    keys = [weights.scores(rows, cols) for cols in slices_of(tokens.Lk, KEYS_AT_ONCE)]
-    shift = shift_of(torch.cat(keys, dim=1).amax(1, keepdim=True))
     entries = replace(prepared.operands, key=pooled.key, value=pooled.value)
     head = HeadScores(entries, tokens, b, h, scale=call.scale, precision=precision)
     n = pooled.key.shape[2]
