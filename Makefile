@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs lint format sanitize fuzz bench wheel clean setup
+.PHONY: demo test docs lint format sanitize fuzz bench gpu-check wheel clean setup
 
 setup: $(VENV)/.done
 
@@ -33,8 +33,12 @@ demo: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.demo)
 	$(BIN)/sparge demo
 
 # The workers share the cores, one thread each; tests of threads set their own number.
+# Then Triton's kernels, as far as they can be tested without a GPU: in the interpreter, on the backend's tests but
+# for what tests/interpreted.py leaves out, and compiled ahead of time for every architecture. Neither may hang.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-report=term --cov-fail-under=95
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 timeout 900 $(BIN)/python -m pytest -n auto -q
+	timeout 900 $(BIN)/sparge bench --static
 
 # The site, in site/. Strict: a broken link or reference fails. Nothing is fetched while it builds.
 $(VENV)/.docs: $(SOURCES)
@@ -73,6 +77,11 @@ bench: setup
 	mkdir -p build
 	$(BIN)/sparge bench --output build/bench.json
 	$(BIN)/python -m benchmarks.targets build/bench.json
+
+# On a machine with a GPU: the conformance suite and the benchmark on the card, as build/gpu-check.json to share. In an
+# environment of its own, .venv-gpu; scripts/gpu_check.sh says how to choose the torch for AMD and Intel cards.
+gpu-check:
+	scripts/gpu_check.sh
 
 # One wheel for every Python and torch, built in an environment of its own and tried in an empty one.
 wheel: setup

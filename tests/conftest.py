@@ -1,11 +1,14 @@
 """Every backend runs the same suite: a test that takes `backend` runs once for each of them.
 
 A backend registered before collection (`pytest -p your_plugin`) is in the suite by that alone.
+With TRITON_INTERPRET=1 the suite is for the Triton backend alone, in its repaired interpreter, less
+what interpreted.py leaves out; on a GPU it runs with `-p on_gpu`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +17,7 @@ import torch
 
 import sparge
 from calls import SLOW, a_call, fake
+from interpreted import INTERPRETED, runs_interpreted
 from sparge.backends.cpu import library as native
 from sparge.backends.cpu.cost import COST
 from sparge.backends.cpu.crossover import BUILT_IN
@@ -21,10 +25,17 @@ from sparge.backends.reference import stages as reference_stages
 from sparge.dispatch import Backend, backends, get_backend, register_backend, unregister_backend
 from sparge.host import Host
 
-# The native core once for each instruction set of this machine, by name: `cpu-avx2`.
+if INTERPRETED:
+    import interpreter
+
+    interpreter.install()
+
+# The native core once for each instruction set of this machine, by name: `cpu-avx2`. Triton's
+# kernels serve the tensors of these tests, which are on the processor, in the interpreter only.
 BACKENDS = [
     f"{b.name}-{isa}" if b.name == "cpu" else b.name
     for b in backends()
+    if (b.name == "triton") == INTERPRETED
     for isa in (native.available() if b.name == "cpu" else [""])
 ]
 
@@ -33,7 +44,26 @@ BACKENDS = [
 with contextlib.suppress(ImportError):
     import setuptools  # noqa: F401
 
+# Backends whose stages can be imported; those of Triton only where it is installed.
+STAGED = ["reference", "cpu"]
+if importlib.util.find_spec("triton") and importlib.util.find_spec("sparge.backends.triton.stages"):
+    STAGED.append("triton")
+
 FIXED = replace(BUILT_IN, measured=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    if INTERPRETED:
+        left_out = [item for item in items if not runs_interpreted(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if runs_interpreted(item)]
+
+
+@pytest.fixture
+def interpreted():
+    """For tests of Triton's kernels that do not take `backend`."""
+    if not INTERPRETED:
+        pytest.skip("run in Triton's interpreter alone: TRITON_INTERPRET=1")
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
@@ -49,7 +79,7 @@ def backend(request):
 
 
 def serves_fp64(name):
-    backend = get_backend(name.partition("-")[0])
+    backend = get_backend("cpu" if name.startswith("cpu-") else name)
     return backend.refusal(Host(), a_call(1, dtype=torch.float64)) is None
 
 
@@ -101,7 +131,7 @@ def no_work(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("work was begun before the mistake was found")
 
-    for backend in ("reference", "cpu"):
+    for backend in STAGED:
         for stage in ("prepare", "predict", "select", "attend"):
             monkeypatch.setattr(f"sparge.backends.{backend}.stages.{stage}", refuse)
     for place in ("api.attend_dense", "api.quantize", "execute.attend_dense"):

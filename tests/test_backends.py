@@ -14,6 +14,8 @@ from sparge import Recipe, Unsupported
 from sparge.backend import Estimate, FixedCost
 from sparge.dispatch import backends, choose, host, unregister_backend
 
+NO_GPU = "it runs on GPUs (cuda, xpu), and the tensors are on cpu"
+
 # --- choosing ---------------------------------------------------------------------------------
 
 
@@ -40,9 +42,10 @@ def test_the_backends_compute_different_things():
 def test_unknown_names_are_refused_with_what_exists(register):
     register("mine")
     for call in (sparge.attention, sparge.explain):
-        with pytest.raises(ValueError, match=r"backend='cuda'.*auto, mine, cpu, reference, dense"):
+        there = r"backend='cuda'.*auto, mine, triton, cpu, reference, dense"
+        with pytest.raises(ValueError, match=there):
             call(*tensors(), backend="cuda")
-    with pytest.raises(ValueError, match=r"backend='cuda'.*auto, mine, cpu, reference"):
+    with pytest.raises(ValueError, match=r"backend='cuda'.*auto, mine, triton, cpu, reference"):
         sparge.make_plan(*tensors()[:2], backend="cuda")
 
 
@@ -74,7 +77,7 @@ def test_the_environment_never_falls_back(monkeypatch, register):
             call(*tensors(), block_mask=block_mask())
         assert runs == []
         assert "SPARGE_BACKEND=dense" in str(caught.value)
-        assert set(caught.value.reasons) == {"picky", "cpu", "reference", "dense"}
+        assert set(caught.value.reasons) == {"picky", "triton", "cpu", "reference", "dense"}
         assert caught.value.reasons["picky"] == "it is a Tuesday"
         assert "was not asked" in caught.value.reasons["reference"]
         assert "block mask" in caught.value.reasons["dense"]
@@ -84,7 +87,9 @@ def test_the_environment_never_falls_back(monkeypatch, register):
 
 def test_an_unknown_name_in_the_environment(monkeypatch):
     monkeypatch.setenv("SPARGE_BACKEND", "cuda")
-    with pytest.raises(ValueError, match=r"SPARGE_BACKEND=cuda.*auto, cpu, reference, dense"):
+    with pytest.raises(
+        ValueError, match=r"SPARGE_BACKEND=cuda.*auto, triton, cpu, reference, dense"
+    ):
         sparge.attention(*tensors())
 
 
@@ -110,7 +115,7 @@ def test_dense_attention_has_no_single_stages(monkeypatch, register, by_environm
     ):
         with pytest.raises(Unsupported, match="no plan and no stages") as caught:
             call()
-        assert set(caught.value.reasons) == {"picky", "cpu", "reference", "dense"}
+        assert set(caught.value.reasons) == {"picky", "triton", "cpu", "reference", "dense"}
 
 
 def test_auto_routes_to_dense_and_says_why():
@@ -156,7 +161,8 @@ def test_a_registered_backend_is_picked_by_auto(register):
     choice = sparge.explain(q, k, v)
     assert choice.backend == "fake"
     assert not choice.routed_to_dense
-    assert choice.rejected == dict.fromkeys(("cpu", "reference", "dense"), "slower than fake")
+    slower = dict.fromkeys(("cpu", "reference", "dense"), "slower than fake")
+    assert choice.rejected == {"triton": NO_GPU, **slower}
     with sparge.record() as runs:
         got = sparge.attention(q, k, v)
         sparge.attend(q, k, v, sparge.make_plan(q, k))
@@ -169,7 +175,7 @@ def test_the_last_registered_is_asked_first(register):
     register("first")
     register("second")
     assert sparge.explain(*tensors()).backend == "second"
-    assert [b.name for b in backends()] == ["second", "first", "cpu", "reference"]
+    assert [b.name for b in backends()] == ["second", "first", "triton", "cpu", "reference"]
 
 
 def test_a_refusal_is_reported_and_the_next_is_asked(register):
@@ -277,6 +283,6 @@ def test_choose_is_a_function_of_its_arguments(register):
 
 
 def test_what_was_not_registered_cannot_be_unregistered():
-    for name in ("cpu", "reference", "dense", "auto", "nobody"):
+    for name in ("triton", "cpu", "reference", "dense", "auto", "nobody"):
         with pytest.raises(ValueError, match=f"'{name}'"):
             unregister_backend(name)

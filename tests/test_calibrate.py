@@ -19,11 +19,13 @@ import sparge
 from calls import only, tensors
 from cli_runs import complaint, run_json, run_text
 from sparge import KeepFraction, Recipe
+from sparge.backends import cost_file as cache
 from sparge.backends.cpu import calibrate
-from sparge.backends.cpu import cost_file as cache
 from sparge.backends.cpu import library as native
 from sparge.backends.cpu.cost import COST, CpuCost
-from sparge.backends.cpu.crossover import BUILT_IN, names
+from sparge.backends.cpu.cost_key import key_of
+from sparge.backends.cpu.crossover import BUILT_IN
+from sparge.backends.crossover import names
 from sparge.support.cache_directory import cache_directory
 
 KEY = {"cpu": "Fast", "isa": "avx2", "threads": "1"}
@@ -255,7 +257,7 @@ def test_ctrl_c_in_a_real_calibration_ends_the_process_as_python_does(tmp_path):
 def test_a_measurement_of_a_busy_machine_is_repeated_later(unmeasured, facts, hours, again):
     """In another process: this one has read what an earlier one wrote."""
     date = (datetime.now(timezone.utc) - timedelta(hours=hours)).isoformat()
-    key = cache.key_of(native.available()[0], torch.get_num_threads())
+    key = key_of(native.available()[0], torch.get_num_threads())
     earlier = replace(MEASURED, key=key, **{"date": date, **facts})
     assert cache.write(earlier) == ""
     run = a_run()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from cli_runs import WHY, attend_wrongly
+from cli_runs import WHY, attend_wrongly, complaint
 from sparge import DEFAULT, Recipe
 from sparge.backends.cpu import library as native
 from sparge.bench import cases, contender
@@ -46,10 +49,10 @@ def run_json(argv, capsys):
 @pytest.fixture
 def green(monkeypatch):
     """The self-check and the peak have tests of their own."""
-    monkeypatch.setattr(bench_command, "check_backends", list)
-    monkeypatch.setattr(bench_command, "check_sparse", lambda names: [])
+    monkeypatch.setattr(bench_command, "check_backends", lambda device: [])
+    monkeypatch.setattr(bench_command, "check_sparse", lambda names, device: [])
     known = {"bf16": 2.0, "fp32": 4.0}
-    monkeypatch.setattr(bench_command, "gemm_rates", lambda counts: dict.fromkeys(counts, known))
+    monkeypatch.setattr(bench_command, "gemm_rates", lambda ns, device: dict.fromkeys(ns, known))
 
 
 @pytest.fixture
@@ -241,6 +244,71 @@ def test_a_warm_up_is_not_in_the_record(green, eager_flex, monkeypatch):
     for each in made:
         assert len(each.seconds) == 2
         assert len(each.runs) == (2 if each.entry.kind == "sparse" else 0)
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """The processor, timed and waited for as if it were an accelerator; counts the waiting."""
+    waits = []
+    monkeypatch.setattr(contender, "HOST", ())
+    monkeypatch.setattr("sparge.support.turns.HOST", ())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
+    return waits
+
+
+def test_an_accelerator_is_waited_for_and_recorded_apart(green, eager_flex, accelerator, capsys):
+    argv = [*OURS, "--causal", "--contenders", "reference 40%"]
+    dense, *ours = run_json(argv, capsys)["rows"]
+    # Before and after each turn; two rounds, and one to warm up.
+    assert len(accelerator) == 2 * 3 * (1 + len(ours))
+    assert "stages" not in dense
+    assert set(ours[0]["stages"]) == {"prepare", "predict", "select", "attend"}
+
+
+def test_the_device(green, eager_flex, capsys, monkeypatch):
+    monkeypatch.setattr(bench_command, "devices", lambda: ["cpu"])
+    assert run_json([*OURS, "--causal", "--contenders", "40%"], capsys)["device"] == "cpu"
+    assert bench_command.found_device("auto") == "cpu"
+    for argv, why in [
+        ([*TINY, "--device", "xpu"], "--device xpu: torch 2.* sees no such device, only cpu"),
+        ([*TINY, "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["bench", "error", "--device", "auto"], "--device is for measuring speed"),
+        (["bench", "--static", "--device", "cuda"], "--device is for measuring speed"),
+    ]:
+        assert re.search(why, complaint(argv, capsys)), argv
+
+
+def test_on_a_gpu_triton_is_measured_and_threads_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(bench_command, "devices", lambda: ["cpu", "cuda"])
+    on_gpu = [*TINY, "--device", "auto"]
+    assert "--threads is for --device cpu" in complaint([*on_gpu, "--threads", "1"], capsys)
+    seen = []
+    monkeypatch.setattr(bench_command, "lineup", lambda *args: seen.append(args) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(on_gpu)
+    assert seen == [(["triton"], [], "cuda")]
+
+
+def test_flash_attention_is_measured_on_accelerators(monkeypatch):
+    names = [entry.name for entry in lineup(["reference"], [], "cuda")]
+    assert names[:3] == ["SDPA bf16", "torch flash", "flash_attn"]
+    assert "torch flash" not in [entry.name for entry in lineup(["reference"])]
+    case = cases.Case(256, 16, True, 1)
+    entries = lineup(["reference"], ["flash"], "cuda")
+    dense, torch_flash, package = cases.make_contenders(case, entries, cases.make_inputs(case, 1))
+    assert torch_flash.why_not is None  # torch has one for the processor, too
+    assert "No module named 'flash_attn'" in package.why_not
+    torch.testing.assert_close(torch_flash.attend(), dense.attend())
+
+    def flash_attn_func(q, k, v, causal):
+        """Tokens before heads, as the package has them."""
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        return F.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2)
+
+    module = SimpleNamespace(flash_attn_func=flash_attn_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    made = cases.make_contenders(case, entries, cases.make_inputs(case, 1))
+    torch.testing.assert_close(made[2].attend(), dense.attend())
 
 
 def test_overhead_is_what_runs_before_attend():

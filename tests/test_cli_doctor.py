@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,12 @@ import torch
 
 import sparge
 from cli_runs import EXPLAIN, WHY, attend_wrongly, complaint, run_json, run_text
+from gpus import pretend, properties
 from sparge import Recipe
+from sparge.backends.cpu.crossover import BUILT_IN
+from sparge.backends.triton import calibrate
+from sparge.backends.triton.cost import key_of
+from sparge.backends.triton.roofline import card_of
 from sparge.dispatch import backends
 from sparge.report import machine
 
@@ -99,6 +105,85 @@ def test_an_accelerator_is_named(monkeypatch):
     assert machine.accelerators() == ["GPU 0", "GPU 1"]
     assert machine.devices() == ["cpu", "cuda"]
     assert "GPU 0, GPU 1" in machine.machine_line()
+
+
+@pytest.fixture
+def doctor(monkeypatch, capsys):
+    """Doctor on a machine with cards that are not here; nothing runs on them."""
+    monkeypatch.setattr("sparge.cli.doctor_command.check_backends", lambda device: [])
+    monkeypatch.setattr("sparge.cli.doctor_command.devices", lambda: ["cpu"])
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+
+    def doctor(*flags):
+        found = run_json(["doctor", *flags], capsys)["gpu"]
+        return found, " ".join(run_text(["doctor"], capsys).split())
+
+    return doctor
+
+
+def test_doctor_without_a_gpu_says_how_the_kernels_were_verified(doctor, monkeypatch):
+    found, text = doctor()
+    assert found["cards"] == []
+    words = "no device: verified by interpreter and ahead-of-time compilation, see docs/backends.md"
+    assert words in text
+    monkeypatch.setattr("sparge.report.gpu_status.triton_version", lambda: None)
+    assert f"triton is not installed; {words}" in doctor()[1]
+
+
+def test_doctor_shows_each_card(doctor, monkeypatch):
+    pretend(monkeypatch, properties(), properties(), properties("Other GPU"))
+    found, text = doctor()
+    some, other = found["cards"]
+    assert (some["name"], some["architecture"], some["indices"]) == ("Some GPU", "sm_89", [0, 1])
+    assert (some["launch"]["num_warps"], some["launch"]["fp8"]) == (8, "float8_e4m3fn")
+    assert some["cost"]["source"] == "estimate"
+    assert other["indices"] == [2]
+    for words in (
+        "gpu 0, 1 Some GPU (sm_89); triton",
+        "128 queries per program, 8 warps",
+        "roofline estimate, nothing was measured on this card; `sparge doctor --calibrate`",
+        "dense from",
+    ):
+        assert words in text
+
+
+def test_doctor_on_a_card_that_is_not_known(doctor, monkeypatch):
+    pretend(monkeypatch, properties("Old GPU", 7, 0))
+    found, text = doctor()
+    (old,) = found["cards"]
+    assert "too old" in old["launch"]
+    assert old["cost"]["source"] == "none"
+    assert "dense attention: the throughput of Old GPU (sm_70) is not known here" in text
+    assert "launch none: sm_70 is too old" in text
+
+
+def test_doctor_calibrates_a_card(doctor, monkeypatch):
+    pretend(monkeypatch, properties())
+    nothing = {"state": "none", "why": ""}
+    monkeypatch.setattr("sparge.report.crossover_status.calibrate", lambda: nothing)
+    key = key_of(card_of("cuda"))
+    made = replace(BUILT_IN, key=key, date="2026-01-01", took=90.0, noise=1.8, measured=True)
+    monkeypatch.setattr(calibrate, "measure", lambda backend, kind: made)
+    (card,) = doctor("--calibrate")[0]["cards"]
+    assert (card["cost"]["source"], card["cost"]["state"]) == ("measured", "measured now")
+    found, text = doctor()
+    assert found["cards"][0]["cost"] == {**card["cost"], "state": "measured before"}
+    for words in ("measured before, 2026-01-01, in 90.0 s", "not steady", card["cost"]["file"]):
+        assert words in text
+
+    def fail(backend, kind):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(calibrate, "measure", fail)
+    failed = doctor("--calibrate")[0]["cards"][0]["cost"]
+    assert (failed["failure"], failed["source"]) == ("MemoryError: none left", "measured")
+
+
+def test_a_card_can_be_calibrated_without_a_native_core(doctor, monkeypatch):
+    pretend(monkeypatch, properties())
+    monkeypatch.setattr("sparge.backends.cpu.library.why_missing", lambda: "it was not built")
+    monkeypatch.setattr(calibrate, "measure", lambda backend, kind: 1 / 0)
+    assert "division" in doctor("--calibrate")[0]["cards"][0]["cost"]["failure"]
 
 
 def test_explain(capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sparge import KeepFraction, Recipe
-from sparge.backends.cpu import cost_file as cache
+from sparge.backends import cost_file as cache
 from sparge.backends.cpu.crossover import BUILT_IN
 from sparge.support.cache_directory import cache_directory
 

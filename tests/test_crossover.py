@@ -11,8 +11,8 @@ import sparge
 from calls import a_call, only, tensors
 from sparge import KeepAll, KeepFraction, KeepMass, Recipe
 from sparge.backends.cpu.cost import COST, FEWEST_PAIRS
-from sparge.backends.cpu.crossover import (
-    BUILT_IN,
+from sparge.backends.cpu.crossover import BUILT_IN
+from sparge.backends.crossover import (
     CLEARLY,
     DENSE_LSE,
     DENSE_WAY,

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparge
 from calls import a_call, tensors
-from sparge import KeepAll, Recipe
+from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe
 from sparge.backend import Estimate, FixedCost
 from sparge.backends.cpu import library
 from sparge.dispatch import choose
@@ -72,6 +72,36 @@ def test_nothing_on_the_way_reads_a_number_back(device, name):
     with sparge.record() as runs, reads, torch.no_grad(), NoHostReads():
         sparge.attention(q, k, v, recipe=recipe, backend=name)
     assert not runs
+
+
+TRITON_CALLS = {
+    "mass": (Recipe(KeepMass(0.9)), {}),
+    "fraction": (Recipe(KeepFraction(0.5), precision="int8-fast"), {"is_causal": True}),
+    "all": (Recipe(KeepAll(), precision="half"), {}),
+    "error": (Recipe(KeepError(0.2)), {}),
+    "block mask": (Recipe(precision="exact"), {"block_mask": torch.ones(2, 3, dtype=torch.bool)}),
+    "mask": (Recipe(KeepMass(0.9)), {"attn_mask": torch.ones(130, 180, dtype=torch.bool).tril()}),
+    "bias": (Recipe(KeepMass(0.9), precision="exact"), {"attn_mask": torch.zeros(130, 180)}),
+    "pool": (Recipe(KeepFraction(0.5), skipped="pool", pool_group=16), {}),
+    "pv_skip": (Recipe(KeepMass(0.9), pv_skip=4.0), {}),
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", TRITON_CALLS)
+def test_triton_reads_no_number_back(name):
+    recipe, options = TRITON_CALLS[name]
+    q, k, v = tensors(Hq=1, Hk=1, Lq=130, Lk=180)
+    how = {"recipe": recipe, "backend": "triton"}
+    mask = {"attn_mask": options.get("attn_mask")}
+    if name == "error":  # its table of rows is made on the host, once for each length
+        sparge.make_plan(q, k, value=v, **how)
+    with torch.no_grad(), NoHostReads():
+        out = sparge.attention(q, k, v, **how, **options)
+        plan = sparge.make_plan(q, k, value=v, **how, **options)
+        again, _ = sparge.attend(q, k, v, plan, **how, **mask)
+    assert out.isfinite().all()
+    torch.testing.assert_close(again, out, rtol=0, atol=0)
 
 
 def test_a_device_that_is_not_the_host_is_chosen_without_the_native_core(add_backend, monkeypatch):

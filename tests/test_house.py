@@ -28,6 +28,7 @@ FLOORS = [
     "tokenmask",
     "qtensor",
     "exact",
+    "block_lists",
     "blockplan",
     "stages",
     "host",
@@ -36,6 +37,7 @@ FLOORS = [
     "backends",
     "backends.reference",
     "backends.cpu",
+    "backends.triton",
     "dispatch",
     "record",
     "attend_heads",
@@ -107,14 +109,15 @@ def test_every_floor_is_there():
 
 
 def test_no_optimized_backend_imports_the_reference():
-    for file in (SRC / "backends" / "cpu").glob("*.py"):
-        assert "backends.reference" not in imports_of(file), file.name
+    for backend in ("cpu", "triton"):
+        for file in (SRC / "backends" / backend).glob("*.py"):
+            assert "backends.reference" not in imports_of(file), f"{backend}/{file.name}"
 
 
 def test_no_stage_calls_a_later_one():
     """prepare → predict → select → attend: a stage imports none that runs after it."""
     stages = ("prepare", "predict", "select", "attend")
-    for backend in ("reference", "cpu"):
+    for backend in ("reference", "cpu", "triton"):
         for i, stage in enumerate(stages):
             tree = ast.parse((SRC / "backends" / backend / f"{stage}.py").read_text())
             modules = {

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparge
+from interpreted import examples
 from oracle import clustered_qkv, make_qkv, same_bits
 from sparge import KeepAll, KeepMass, Recipe
 
@@ -85,7 +86,7 @@ def test_causal_queries_cut_with_both_alignments(backend, precision):
 
 
 @pytest.mark.rule("5.13")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     order=st.permutations(range(4)), precision=st.sampled_from(PRECISIONS), seed=st.integers(0, 99)
 )
@@ -99,7 +100,7 @@ def test_permuting_heads_permutes_results(backend, order, precision, seed):
 
 
 @pytest.mark.rule("5.12", "5.13", "5.14")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     recipe=st.sampled_from(RECIPES),
     D=st.integers(1, 40),

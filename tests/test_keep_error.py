@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparge
+from calls import scales_each_key
 from oracle import clustered_qkv, rows_of
 from recipes import quick
 from sparge import KeepAll, KeepError, KeepMass, Recipe
@@ -109,7 +110,9 @@ def test_every_backend_measures_the_same(backend, case, precision):
     plan, ran = plan_of(q, k, v, recipe, backend, **options)
     # Each head takes the same step, or where rounding decides the next one.
     assert torch.allclose(plan.head_density(), truth.head_density(), atol=0.06)
-    assert plan.density == pytest.approx(truth.density, abs=0.02)
+    # Coarser scales add to the error, and so to what is kept.
+    own = 0.02 if precision != "int8" or scales_each_key(backend) else 0.03
+    assert plan.density == pytest.approx(truth.density, abs=own)
     # Words of P and V differ between instruction sets; the rows of each are in test_native_budget.
     assert ran.error_by_head == pytest.approx(noted.error_by_head, rel=0.2, abs=1e-3)
     if backend == "reference":

@@ -15,7 +15,8 @@ import sparge
 from oracle import clustered_qkv
 from recipes import quick
 from sparge import KeepError, KeepMass, Recipe
-from sparge.backends.cpu.crossover import BUILT_IN, expected_density
+from sparge.backends.cpu.crossover import BUILT_IN
+from sparge.backends.crossover import expected_density
 from sparge.call import Call
 
 errors = st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparge
+from interpreted import examples
 from oracle import (
     allowed_blocks,
     clustered_qkv,
@@ -48,7 +49,7 @@ def calls(draw):
     return q, k, v, options
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(call=calls())
 def test_keep_all_exact_is_dense(backend, call):
     q, k, v, options = call
@@ -64,7 +65,7 @@ def test_keep_all_exact_is_dense(backend, call):
 
 
 @pytest.mark.rule("3.5", "3.12")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     call=calls(),
     mass=st.floats(0.01, 1.0),
@@ -95,7 +96,7 @@ def test_the_kept_set_is_the_smallest_that_reaches_the_mass(backend, call, mass,
         assert (smallest >= largest_left - 1e-5)[said].all(), "not the largest first"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     amounts=st.lists(st.floats(0.01, 1.0), min_size=2, max_size=4).map(sorted),
@@ -116,7 +117,7 @@ def test_more_never_keeps_fewer(backend, seed, amounts, keep, predictor, is_caus
         assert not (less & ~more).any()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     call=calls(),
     cut=st.floats(0.0, 1.0),
@@ -150,7 +151,7 @@ def test_merge_of_two_halves_is_the_whole(backend, call, cut, precision):
         assert torch.allclose(lse[~nothing].double(), truth_lse[~nothing], atol=1e-4, rtol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     call=calls(),
     precision=st.sampled_from(["int8", "int8-fast", "half", "exact"]),

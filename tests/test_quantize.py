@@ -99,6 +99,14 @@ def test_codes_are_within_half_a_step(size, L, rows):
         assert ((codes * scale - group).abs() <= scale * 0.5001).all()
 
 
+def as_codes(x, dtype):
+    """Codes of numbers that were divided by their scale, in fp32: the nearest ones."""
+    if dtype == torch.int8:
+        return x.round().clamp(-127, 127)
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype).float()
+
+
 @pytest.mark.rule("5.5")
 @pytest.mark.parametrize("size", [1.0, 3.0, 1e-3, 1e30, 1e-37, 1e-43], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -112,12 +120,10 @@ def test_codes_are_those_of_a_division(backend, dtype, size):
     x[:, 17] = size * torch.rand(300, generator=g).clamp(min=0.3)  # the largest of some rows
     x = x.to(dtype).view(1, 1, 300, 40)
     done = operands_of(x, x, x, "int8-fast", backend, scale=1.0)
-    for numbers, codes, scale in (
-        (rotate(x.float()), done.query.codes, done.query.scale[..., None]),
-        (x.float(), done.value.codes, done.value.scale.repeat_interleave(64, 2)[:, :, :300]),
-    ):
-        expected = (numbers / scale).round().clamp(-127, 127)
-        assert torch.equal(codes.float(), torch.where(scale > 0, expected, 0.0))
+    for numbers, coded in ((rotate(x.float()), done.query), (x.float(), done.value)):
+        scale = coded.row_scale() if coded.per_channel else coded.row_scale()[..., None]
+        expected = as_codes(numbers / scale, coded.codes.dtype)
+        assert torch.equal(coded.codes.float(), torch.where(scale > 0, expected, 0.0))
 
 
 @pytest.mark.rule("5.5")
@@ -129,7 +135,18 @@ def test_an_all_zero_group_has_scale_zero(backend):
         done = operands_of(q, k, v, precision, backend, scale=1.0)
         assert (done.query.row_scale()[:, :, 3] == 0).all()
         assert (done.query.dequantize()[:, :, 3] == 0).all()
-    assert (done.value.scale[..., 2] == 0).all()
+    if done.value.per_channel:
+        assert (done.value.scale[..., 2] == 0).all()
+    assert (done.value.dequantize()[..., 2] == 0).all()
+
+
+@pytest.mark.rule("5.5")
+def test_an_all_zero_block_of_values_is_zero(backend):
+    q, k, v = make_qkv(Lq=150, D=8)
+    v[:, :, 64:128] = 0
+    value = operands_of(q, k, v, "int8-fast", backend).value.dequantize()
+    assert (value[:, :, 64:128] == 0).all()
+    assert (value != 0).any(-1).sum() == 2 * (150 - 64)
 
 
 @pytest.mark.rule("5.6")

@@ -20,8 +20,8 @@ def test_the_example_runs(capsys):
 
 
 def test_commands_and_files_exist():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"(?:`|^)make ([a-z]+)", README, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE))
     assert {"demo", "test", "lint", "bench", "docs"} <= named <= targets
     for file in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / file).exists(), file

@@ -57,7 +57,9 @@ def test_one_huge_channel_costs_the_others_no_precision(backend, larger, D):
     error = relative_l1(sparge.attention(q, k, v, recipe=recipe, backend=backend), truth)
     smooth = slow.smooth_keys(k)[0]
     unrotated, _ = dense(slow.code_rows(q).dequantize(), slow.code_rows(smooth).dequantize(), v)
-    assert error < 0.6 * relative_l1(unrotated, truth)
+    # The unrotated codes have one scale per token; scales of more keys cost a little.
+    per_token = operands_of(q, k, v, "int8", backend).key.rows_per_scale == 1
+    assert error < (0.6 if per_token else 0.65) * relative_l1(unrotated, truth)
 
 
 @pytest.mark.rule("5.15", "5.9")

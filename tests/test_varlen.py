@@ -50,9 +50,9 @@ def identical(got, want):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_sequence_is_as_it_is_alone(name):
+def test_each_sequence_is_as_it_is_alone(backend, name):
     pack = packed()
-    options = {"recipe": RECIPES[name], "backend": "reference"}
+    options = {"recipe": RECIPES[name], "backend": backend}
     out, lse = attention_varlen(*pack, enable_gqa=True, return_lse=True, **options)
     want, want_lse = one_by_one(*pack, **options)
     identical(out, want)
@@ -63,9 +63,9 @@ def test_each_sequence_is_as_it_is_alone(name):
 
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("name", ["default", "exact"])
-def test_every_sequence_has_its_own_diagonal(name, align):
+def test_every_sequence_has_its_own_diagonal(backend, name, align):
     pack = packed()
-    options = {"recipe": RECIPES[name], "backend": "reference"}
+    options = {"recipe": RECIPES[name], "backend": backend}
     options |= {"is_causal": True, "causal_align": align, "scale": 0.3}
     out, lse = attention_varlen(*pack, enable_gqa=True, return_lse=True, **options)
     want, want_lse = one_by_one(*pack, **options)
@@ -88,9 +88,9 @@ def test_dtypes(dtype):
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_sequences_do_not_see_each_other():
+def test_sequences_do_not_see_each_other(backend):
     query, key, value, cu_q, cu_k = packed()
-    options = {"enable_gqa": True, "backend": "reference"}
+    options = {"enable_gqa": True, "backend": backend}
     before = attention_varlen(query, key, value, cu_q, cu_k, **options)
     key[:70], value[:70], query[:5] = 9.0, -9.0, 1.0
     after = attention_varlen(query, key, value, cu_q, cu_k, **options)
@@ -105,9 +105,9 @@ def test_one_sequence_is_attention():
     identical(one, sparge.attention(*alone, enable_gqa=True)[0].transpose(0, 1))
 
 
-def test_boundaries_may_be_int64_and_tensors_strided():
+def test_boundaries_may_be_int64_and_tensors_strided(backend):
     query, key, value, cu_q, cu_k = packed()
-    options = {"enable_gqa": True, "backend": "reference", "recipe": EXACT}
+    options = {"enable_gqa": True, "backend": backend, "recipe": EXACT}
     want = attention_varlen(query, key, value, cu_q, cu_k, **options)
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, key, value)]
     assert not strided[0].is_contiguous()
@@ -164,10 +164,10 @@ def test_no_gradient_is_asked_of_inference():
 # --- records ----------------------------------------------------------------------------------
 
 
-def test_one_record_for_a_call_with_a_part_for_each_sequence():
+def test_one_record_for_a_call_with_a_part_for_each_sequence(backend):
     pack = packed()
     recipe = Recipe(KeepFraction(0.4), precision="exact", sink_blocks=0)
-    options = {"recipe": recipe, "backend": "reference"}
+    options = {"recipe": recipe, "backend": backend}
     with sparge.record() as runs:
         attention_varlen(*pack, enable_gqa=True, **options)
     with sparge.record() as alone:
@@ -175,7 +175,7 @@ def test_one_record_for_a_call_with_a_part_for_each_sequence():
     (run,) = runs
     assert run.what == "attention_varlen"
     assert run.call.startswith("3 sequences")
-    assert run.backend == "reference"
+    assert run.backend == backend
     assert "asked for" in run.reason
     assert len(run.parts) == 3
     for part, other in zip(run.parts, alone, strict=True):
@@ -188,14 +188,14 @@ def test_one_record_for_a_call_with_a_part_for_each_sequence():
         assert run.seconds[stage] == pytest.approx(sum(p.seconds[stage] for p in run.parts))
 
 
-def test_skipped_products_of_a_pack_are_counted_in_their_own_units():
+def test_skipped_products_of_a_pack_are_counted_in_their_own_units(backend):
     # Of 4 key blocks the first is far above the rest for 5 rows of the one sequence and half the
     # rows of the other: there the 3 others are skipped, in 1 row group and in 4 of 8.
     query, key = torch.zeros(5 + 128, 1, 16), torch.zeros(512, 1, 16)
     query[: 5 + 64, 0, 0] = 8.0
     key[:64, 0, 0] = key[256:320, 0, 0] = 8.0
     recipe = Recipe(KeepAll(), precision="exact", pv_skip=4.0)
-    options = {"recipe": recipe, "backend": "reference"}
+    options = {"recipe": recipe, "backend": backend}
     with sparge.record() as runs:
         attention_varlen(query, key, key, cuts((5, 128)), cuts((256, 256)), **options)
     (run,) = runs

@@ -10,7 +10,7 @@ from .blockplan import BlockPlan
 from .call import Call
 from .geometry import ROW_GROUP
 from .host import Host
-from .stages import Stages
+from .stages import PackedStages, Stages
 
 AUTO, DENSE, CPU = "auto", "dense", "cpu"
 ENV_BACKEND = "SPARGE_BACKEND"
@@ -95,6 +95,9 @@ class Backend:
     cost: whether it is faster than dense attention.
     isa: the instruction set or architecture it runs with, for the record.
     row_group: consecutive query rows that its second filter judges together.
+    raises_heads: its attend stage runs the heads that an error budget raised in the caller's own
+    precision; if not, they are run as calls of their own.
+    packed: stages that attend packed sequences at once; without them, one after another.
     """
 
     name: str
@@ -104,3 +107,5 @@ class Backend:
     cost: Cost = field(default=FixedCost(True, "assumed to be faster than dense attention"))
     isa: Callable[[Host, Call], str] = torch_capability
     row_group: int = ROW_GROUP
+    raises_heads: bool = False
+    packed: Callable[[], PackedStages] | None = None

@@ -14,20 +14,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .geometry import (
-    BLOCK_K,
-    BLOCK_Q,
-    CAUSAL_ALIGNS,
-    MAX_OFFSET,
-    ROW_GROUP,
-    block_sizes,
-    diagonal_offset,
-    n_blocks,
+from .block_lists import (
+    BlockCSR,
+    BlockLists,
+    check_facts,
+    check_plan_tensors,
+    checked_tokens,
+    csr_of,
+    flex_mask,
+    lists_of,
+    mask_of,
+    read_csr,
+    read_lists,
+    read_mask,
+    split_lists,
 )
+from .geometry import BLOCK_Q, CAUSAL_ALIGNS, ROW_GROUP, block_sizes, diagonal_offset
 from .support.atomic_files import replace_file
 from .support.block_picture import draw_blocks
 from .support.json_text import parse_json
-from .tokenmask import EXCLUDED, OPEN, TokenMask, as_4d, check_mask
+from .tokenmask import EXCLUDED, TokenMask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -93,22 +99,9 @@ class BlockPlan:
         """The plan of a bool block mask `[B, Hq, n_q, n_k]`, less the blocks nothing may attend."""
         if causal_align not in CAUSAL_ALIGNS:
             raise ValueError(f"causal_align must be one of {CAUSAL_ALIGNS}, got {causal_align!r}")
-        _check_facts(Lq, Lk, is_causal)
-        needed = (n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K))
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise TypeError(f"a block mask must be bool, got {came}; write mask.bool()")
-        if mask.dim() != 4 or tuple(mask.shape[2:]) != needed:
-            raise ValueError(
-                f"a block mask for lengths {Lq} and {Lk} must have shape [B, Hq, {needed[0]}, "
-                f"{needed[1]}] (query blocks of {BLOCK_Q}, key blocks of {BLOCK_K} rows), "
-                f"got {tuple(mask.shape)}"
-            )
-        if attn_mask is not None:
-            weights = (mask.shape[0], mask.shape[1], Lq, Lk)
-            check_mask(attn_mask, weights, device=mask.device, dtypes=_MASK_DTYPES)
+        check_facts(Lq, Lk, is_causal)
         offset = diagonal_offset(Lq, Lk, causal_align)
-        return plan_from_mask(mask, TokenMask(Lq, Lk, is_causal, offset, as_4d(attn_mask)))
+        return plan_from_mask(*read_mask(mask, TokenMask(Lq, Lk, is_causal, offset, attn_mask)))
 
     @property
     def diagonal(self) -> TokenMask:
@@ -117,44 +110,83 @@ class BlockPlan:
 
     def to_mask(self) -> Tensor:
         """The kept blocks as bool `[B, Hq, n_q, n_k]`."""
-        n_k = self.indices.shape[-1]
-        # Unused entries are -1; they land in an extra column that is cut off again.
-        where = torch.where(self.indices < 0, n_k, self.indices).long()
-        mask = torch.zeros(
-            (*self.indices.shape[:-1], n_k + 1), dtype=torch.bool, device=self.indices.device
-        )
-        return mask.scatter_(-1, where, True)[..., :n_k]
+        return mask_of(self.counts, self.indices, self.indices.shape[-1])
 
     def to_flex(self) -> BlockMask:
-        """A FlexAttention `BlockMask` that computes the same pairs, compiled or eager.
-
-        Eager FlexAttention looks at the mask function alone, so that one knows the blocks too.
-        """
-        from torch.nn.attention.flex_attention import BlockMask
-
+        """A FlexAttention `BlockMask` that computes the same pairs, compiled or eager."""
         if self.has_mask:
             raise ValueError(
                 "a plan made with attn_mask has no BlockMask equivalent here; make the plan "
                 "without it and put the mask into your own mask_mod"
             )
-        kept = self.to_mask()
-        whole = self.diagonal.block_kinds(kept.device) == OPEN
-        offset, is_causal = self.offset, self.is_causal
+        return flex_mask(self.to_mask(), self.diagonal)
 
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            block = kept[b, h, q // BLOCK_Q, k // BLOCK_K]
-            return block & (k <= q + offset) if is_causal else block
+    def to_csr(self, b: int | None = None, h: int | None = None) -> BlockCSR:
+        """`(indptr, indices)` of the rows of all heads, or of batch entry `b` or head `h` alone.
 
-        partial, full = _lists(kept & ~whole), _lists(kept & whole)
-        return BlockMask.from_kv_blocks(
-            partial[0],
-            partial[1].clamp(min=0),
-            full[0],
-            full[1].clamp(min=0),
-            BLOCK_SIZE=(BLOCK_Q, BLOCK_K),
-            mask_mod=mask_mod,
-            seq_lengths=(self.Lq, self.Lk),
-        )
+        Stays on the plan's device; the host reads one number, how many blocks there are.
+        """
+        return csr_of(self.counts, self.indices, b, h)
+
+    @classmethod
+    def from_csr(
+        cls,
+        indptr: Tensor,
+        indices: Tensor,
+        *,
+        B: int = 1,
+        Hq: int = 1,
+        Lq: int,
+        Lk: int,
+        is_causal: bool = False,
+        offset: int = 0,
+        attn_mask: Tensor | None = None,
+    ) -> BlockPlan:
+        """The plan of a `BlockCSR` with `B · Hq` heads, less the blocks nothing may attend.
+
+        Lengths, diagonal and mask are not part of it and are given again, as the plan has them:
+        `offset` is 0 for `causal_align="top_left"` and `Lk - Lq` for `"bottom_right"`.
+        """
+        given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
+        return plan_from_mask(*read_csr(indptr, indices, (B, Hq), given))
+
+    def to_block_lists(self, attn_mask: Tensor | None = None) -> BlockLists:
+        """Partial and full blocks, as flash-attention's block sparsity takes them.
+
+        A plan made with `attn_mask` needs it again: it decides which blocks are full. Stays on
+        the plan's device; the host reads nothing.
+        """
+        if self.has_mask and attn_mask is None:
+            raise ValueError(
+                "attn_mask must be given for a plan made with one, got None: the mask decides "
+                "which blocks are full; pass the same mask"
+            )
+        B, Hq, _ = self.counts.shape
+        given = replace(self.diagonal, attn_mask=attn_mask)
+        return split_lists(self.to_mask(), checked_tokens(given, (B, Hq), self.counts.device))
+
+    @classmethod
+    def from_block_lists(
+        cls,
+        mask_block_cnt: Tensor,
+        mask_block_idx: Tensor,
+        full_block_cnt: Tensor | None = None,
+        full_block_idx: Tensor | None = None,
+        *,
+        Lq: int,
+        Lk: int,
+        is_causal: bool = False,
+        offset: int = 0,
+        attn_mask: Tensor | None = None,
+    ) -> BlockPlan:
+        """The plan of `BlockLists`, less the blocks nothing may attend.
+
+        Entries behind a count are not read, so lists may be narrower than `n_k`. Full blocks that
+        the diagonal or the mask cuts are refused. Lengths, diagonal and mask are as in `from_csr`.
+        """
+        given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
+        tensors = (mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx)
+        return plan_from_mask(*read_lists(tensors, given))
 
     @property
     def density(self) -> float:
@@ -216,8 +248,9 @@ class BlockPlan:
 
     def validate(self, where: str = "") -> None:
         """Raise unless facts, shapes, counts and lists agree; for plans that come from outside."""
-        _check_facts(self.Lq, self.Lk, self.is_causal, self.has_mask, self.offset, where)
-        n_k = self._check_shapes(where)
+        check_facts(self.Lq, self.Lk, self.is_causal, self.has_mask, self.offset, where)
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        n_k = check_plan_tensors(tensors, self.Lq, self.Lk, where)
         used = torch.arange(n_k, device=self.counts.device) < self.counts[..., None]
         within = torch.where(used, (self.indices >= 0) & (self.indices < n_k), self.indices == -1)
         rising = (self.indices[..., 1:] > self.indices[..., :-1]) | ~used[..., 1:]
@@ -236,26 +269,6 @@ class BlockPlan:
                 "allow the blocks that it keeps or counts"
             )
         self.trust()
-
-    def _check_shapes(self, where: str) -> int:
-        n_q, n_k = n_blocks(self.Lq, BLOCK_Q), n_blocks(self.Lk, BLOCK_K)
-        for name in _TENSORS:
-            if not isinstance(getattr(self, name), Tensor):
-                raise TypeError(f"{where}{name} must be a tensor, got {getattr(self, name)!r}")
-        if self.counts.dim() != 3 or 0 in self.counts.shape:
-            raise ValueError(
-                f"{where}counts must be [B, Hq, n_q], none of them 0, got "
-                f"{tuple(self.counts.shape)}"
-            )
-        shape = (*self.counts.shape[:2], n_q)
-        for name, needed in (("counts", shape), ("allowed", shape), ("indices", (*shape, n_k))):
-            tensor = getattr(self, name)
-            if tuple(tensor.shape) != needed or tensor.dtype != torch.int32:
-                raise ValueError(
-                    f"{where}{name} must be int32 of shape {needed} for lengths {self.Lq} and "
-                    f"{self.Lk}, got {tensor.dtype} {tuple(tensor.shape)}"
-                )
-        return n_k
 
     @property
     def is_valid(self) -> bool:
@@ -315,7 +328,6 @@ class BlockPlan:
         return str(self).split("\n", 1)[0].join("<>")
 
 
-_MASK_DTYPES = (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _TENSORS = ("counts", "indices", "allowed")
 _FACTS = ("Lq", "Lk", "is_causal", "offset", "has_mask")
 
@@ -335,36 +347,15 @@ def _facts_of_file(path: str | os.PathLike[str], metadata: dict[str, str]) -> di
         align = facts.pop("causal_align")
         if align not in CAUSAL_ALIGNS:
             raise ValueError(f"{path} is damaged: causal_align {align!r}")
-        _check_facts(facts["Lq"], facts["Lk"], facts["is_causal"])
+        check_facts(facts["Lq"], facts["Lk"], facts["is_causal"])
         facts["offset"] = diagonal_offset(facts["Lq"], facts["Lk"], align)
     return facts
-
-
-def _check_facts(
-    Lq: int,
-    Lk: int,
-    is_causal: bool,
-    has_mask: bool = False,
-    offset: int = 0,
-    where: str = "",
-) -> None:
-    for name, number in (("Lq", Lq), ("Lk", Lk), ("offset", offset)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{where}{name} must be a whole number, got {number!r}")
-    for name, length in (("Lq", Lq), ("Lk", Lk)):
-        if length < 1:
-            raise ValueError(f"{where}{name} must be at least 1, got {length}")
-    if abs(offset) > MAX_OFFSET:
-        raise ValueError(f"{where}offset must be within ±{MAX_OFFSET}, got {offset}")
-    for name, flag in (("is_causal", is_causal), ("has_mask", has_mask)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{where}{name} must be True or False, got {flag!r}")
 
 
 def plan_from_mask(kept: Tensor, tokens: TokenMask, *, measured: Tensor | None = None) -> BlockPlan:
     """The plan of a bool map `[B, Hq, n_q, n_k]`; blocks that nothing may attend are dropped."""
     may = (tokens.block_kinds(kept.device) != EXCLUDED).expand_as(kept)
-    counts, indices = _lists(kept & may)
+    counts, indices = lists_of(kept & may)
     allowed = may.sum(-1, dtype=torch.int32)
     return plan_from_lists(counts, indices, allowed, tokens, measured=measured)
 
@@ -389,11 +380,3 @@ def plan_from_lists(
         has_mask=tokens.attn_mask is not None,
         measured=measured,
     ).trust()
-
-
-def _lists(kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts and ascending index lists, -1 behind them."""
-    counts = kept.sum(-1, dtype=torch.int32)
-    order = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
-    used = torch.arange(kept.shape[-1], device=kept.device) < counts[..., None]
-    return counts, torch.where(used, order, -1).to(torch.int32)

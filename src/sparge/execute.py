@@ -19,7 +19,7 @@ from .call import Call, Inputs
 from .dispatch import Backend, Choice, choose, get_backend, host, route_by_plan, settle
 from .geometry import diagonal_offset
 from .record import Run, Stopwatch, note
-from .stages import Attended, Prepared, raised_key_heads
+from .stages import Attended, AttendedPack, PackedStages, Prepared, raised_key_heads
 from .support.autocast import without_autocast
 from .tokenmask import EXCLUDED, TokenMask
 
@@ -52,7 +52,7 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
         if watch.choice.backend == DENSE:
             return _run_dense(call, inputs, tokens, watch)
         with watch.stage("attend"):
-            done = attend_heads(backend.stages(), call, inputs, prepared, plan, tokens)
+            done = _attend(backend, call, inputs, prepared, plan, tokens)
     return Outcome(done.out, done.lse, plan, run_of("attention", watch, plan, done.pv_skips))
 
 
@@ -68,7 +68,8 @@ def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:
 
 def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> Attended:
     choice = choose(call, backend, dense_ok=False)
-    stages = get_backend(choice.backend).stages()
+    chosen = get_backend(choice.backend)
+    stages = chosen.stages()
     watch = Stopwatch(call, choice, inputs.query.device)
     tokens = tokens_of(call, inputs)
     with undisturbed(call.device):
@@ -78,9 +79,22 @@ def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> 
         with watch.stage("prepare"):
             prepared = stages.prepare(call, inputs, to_plan=False, to_attend=True)
         with watch.stage("attend"):
-            done = attend_heads(stages, call, inputs, prepared, plan, tokens)
+            done = _attend(chosen, call, inputs, prepared, plan, tokens)
     note(run_of("attend", watch, plan, done.pv_skips))
     return done
+
+
+def _attend(
+    backend: Backend,
+    call: Call,
+    inputs: Inputs,
+    prepared: Prepared,
+    plan: BlockPlan,
+    tokens: TokenMask,
+) -> Attended:
+    if backend.raises_heads:
+        return backend.stages().attend(call, prepared, plan, tokens)
+    return attend_heads(backend.stages(), call, inputs, prepared, plan, tokens)
 
 
 def _plan(
@@ -112,11 +126,14 @@ def _plan(
 def run_varlen(
     call: Call, query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, *, backend: str, align: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Every packed sequence `[T, H, D]` on its own; `call` is the whole pack as one call."""
+    """Packed sequences `[T, H, D]`: all at once where one backend serves them all and can, or one
+    after another. `call` is the whole pack as one call."""
     outs, lses, runs = [], [], []
-    for inputs, (one, choice) in zip(
-        sequences(query, key, value, cuts), choices(call, cuts, backend, align), strict=True
-    ):
+    each = choices(call, cuts, backend, align)
+    at_once = _packed_stages(call, each)
+    if at_once is not None:
+        return _run_packed(call, query, key, value, cuts, align, at_once, each)
+    for inputs, (one, choice) in zip(sequences(query, key, value, cuts), each, strict=True):
         done = run_attention(one, choice, inputs)
         outs.append(done.out[0].transpose(0, 1))
         lses.append(done.lse)
@@ -124,6 +141,52 @@ def run_varlen(
     note(run_together(call, [run for run in runs if run is not None]))
     lse = torch.cat([x[0] for x in lses if x is not None], 1) if call.return_lse else None
     return torch.cat(outs), lse
+
+
+def _packed_stages(call: Call, each: list[tuple[Call, Choice]]) -> PackedStages | None:
+    """Stages that attend all sequences at once, if the same backend was chosen for all."""
+    names = {choice.backend for _, choice in each}
+    if len(names) != 1 or DENSE in names:
+        return None
+    backend = get_backend(names.pop())
+    stages = None if backend.packed is None else backend.packed()
+    return None if stages is None or stages.why_not_packed(call) else stages
+
+
+def _run_packed(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cuts: Cuts,
+    align: str,
+    stages: PackedStages,
+    each: list[tuple[Call, Choice]],
+) -> tuple[Tensor, Tensor | None]:
+    inputs = Inputs(*(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)))
+    watch = Stopwatch(call, each[0][1], query.device)
+    with undisturbed(call.device):
+        done = stages.attend_packed(call, inputs, cuts, align, watch.stage)
+    if watch.active:
+        note(run_together(call, _parts_of_pack(watch, each, done)))
+    return done.out, done.lse if call.return_lse else None
+
+
+def _parts_of_pack(
+    watch: Stopwatch, each: list[tuple[Call, Choice]], done: AttendedPack
+) -> list[Run]:
+    """One run for each sequence. They ran together: each has its share of the time, by blocks."""
+    plans = done.plans()
+    whole = max(sum(int(plan.allowed.sum()) for plan, _ in plans), 1)
+    runs = []
+    for (one, choice), (plan, skips) in zip(each, plans, strict=True):
+        own = Stopwatch(one, choice, watch.device)
+        share = int(plan.allowed.sum()) / whole
+        own.seconds = {name: seconds * share for name, seconds in watch.seconds.items()}
+        run = run_of("attention", own, plan, skips)
+        assert run is not None
+        runs.append(run)
+    return runs
 
 
 def choices(call: Call, cuts: Cuts, backend: str, align: str) -> list[tuple[Call, Choice]]:

@@ -10,12 +10,14 @@ from torch import Tensor
 from .call import half_dtype
 from .geometry import n_blocks
 
+CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
 
 @dataclass(frozen=True)
 class QTensor:
-    """`x ≈ codes · scale`: symmetric int8 codes and the granularity of their scales.
+    """`x ≈ codes · scale`: symmetric 8-bit codes and the granularity of their scales.
 
-    codes: int8 `[B, H, L, D]`.
+    codes: int8, or fp8 for values on GPUs that multiply it, `[B, H, L, D]`.
     scale: fp32; `[B, H, ceil(L / rows_per_scale)]`, or with `per_channel` one more `D` at the end.
     rows_per_scale: consecutive rows that share a scale; 1 is one scale per token.
     A scale that is not finite marks rows whose numbers were not finite.
@@ -27,13 +29,13 @@ class QTensor:
     per_channel: bool = False
 
     def __post_init__(self) -> None:
-        for name, x, dtype in (
-            ("codes", self.codes, torch.int8),
-            ("scale", self.scale, torch.float32),
+        for name, x, dtypes, words in (
+            ("codes", self.codes, CODES, "int8 or fp8"),
+            ("scale", self.scale, (torch.float32,), "float32"),
         ):
-            if not isinstance(x, Tensor) or x.dtype != dtype:
+            if not isinstance(x, Tensor) or x.dtype not in dtypes:
                 came = x.dtype if isinstance(x, Tensor) else type(x).__name__
-                raise TypeError(f"{name} must be {str(dtype)[6:]}, got {came}")
+                raise TypeError(f"{name} must be {words}, got {came}")
         if isinstance(self.rows_per_scale, bool) or not isinstance(self.rows_per_scale, int):
             raise TypeError(f"rows_per_scale must be a whole number, got {self.rows_per_scale!r}")
         if self.rows_per_scale < 1:

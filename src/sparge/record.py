@@ -31,7 +31,8 @@ class Run:
     seconds: time of each stage (prepare, predict, select, attend), and their `total`.
     kept, allowed: blocks over all heads. pv_skips, pv_groups: row groups x kept blocks that the
     second filter skipped, and all of them; row_group: the rows of such a group.
-    parts: of a varlen call, one run for each sequence. label: the caller's name for the call.
+    parts: of a varlen call, one run for each sequence; of sequences that ran at once, with their
+    share of the time by blocks. label: the caller's name for the call.
     kept_by_head, allowed_by_head, pv_skips_by_head: the same counts for each query head, over the
     batch; empty where dense attention ran.
     error_by_head, bound_by_head: what `KeepError` measured of skipping and 8 bits together, and the

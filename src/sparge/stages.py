@@ -11,6 +11,8 @@ them. A module or an object that has all of them satisfies `Stages`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -98,6 +100,16 @@ class Attended:
 
 
 @dataclass(frozen=True)
+class AttendedPack:
+    """Packed sequences: out `[T, Hq, Dv]`, lse `[Hq, T]`. plans: makes each sequence's plan, with
+    its `pv_skips`, for the record."""
+
+    out: Tensor
+    lse: Tensor
+    plans: Callable[[], list[tuple[BlockPlan, Tensor]]]
+
+
+@dataclass(frozen=True)
 class Saved:
     """What the gradient reads: inputs and output of the forward, and gradients of the output."""
 
@@ -141,6 +153,26 @@ class Stages(Protocol):
 
     def backward(self, call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gradients:
         """Gradients of query, key and value for `"half"` and `"exact"`; the plan is constant."""
+        ...
+
+
+class PackedStages(Protocol):
+    """What a backend that attends packed sequences at once implements besides `Stages`."""
+
+    def why_not_packed(self, call: Call) -> str | None:
+        """Why sequences of this call run one after another, or None."""
+        ...
+
+    def attend_packed(
+        self,
+        call: Call,
+        inputs: Inputs,
+        cuts: tuple[list[int], list[int]],
+        align: str,
+        stage: Callable[[str], AbstractContextManager[None]],
+    ) -> AttendedPack:
+        """All stages over the whole pack, viewed as one sequence `[1, H, T, D]`. stage: times what
+        is run inside of it."""
         ...
 
 

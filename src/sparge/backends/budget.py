@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..geometry import BLOCK_Q, n_blocks, sampled_rows
 from ..recipe import KeepError, heads_of
+from ..support.device_constants import constant
 from ..support.ordered_sums import fold_sum
 
 MISSING = (
@@ -208,7 +209,7 @@ def checked_places(Lq: int, sample_rows: int) -> _Places:
         sampled = set(sampled_rows(valid, sample_rows))
         open_places = [p for p in range(valid) if p not in sampled] or list(range(valid))
         may[i, open_places] = True
-        shut = [p for p in range(BLOCK_Q) if not may[i, p]]
+        shut = [p for p in range(BLOCK_Q) if p not in set(open_places)]
         first_row = i_q * BLOCK_Q + 1
         near_places.append(sorted(open_places, key=lambda p: _hash(first_row + p)) + shut)
         far = max(1, len(open_places) // FAR_SHARE)
@@ -226,6 +227,13 @@ def checked_places(Lq: int, sample_rows: int) -> _Places:
     )
 
 
+@lru_cache(maxsize=64)
+def _places_on(Lq: int, sample_rows: int, device: torch.device) -> _Places:
+    """Copied to a device once, so that a later call waits for nothing."""
+    with torch.inference_mode(False):
+        return _Places(*(x.to(device) for x in vars(checked_places(Lq, sample_rows)).values()))
+
+
 def choose_rows(
     deviation: Tensor, energy: Tensor, keep: KeepError, sample_rows: int
 ) -> SurveyedRows:
@@ -233,14 +241,10 @@ def choose_rows(
     its block; `energy [B, Hq, n_q]`: sum of the squares of the block's queries; fp32."""
     B, Hq, Lq = deviation.shape
     n_q, device = energy.shape[2], deviation.device
-    places = checked_places(Lq, sample_rows)
+    places = _places_on(Lq, sample_rows, device)
     rows, most = rows_of_blocks(n_q)
-    starts, may, near_places = (
-        x.to(device) for x in (places.starts, places.may, places.near_places)
-    )
-    n_far, n_near, far_ranks = (
-        x.to(device) for x in (places.n_far, places.n_near, places.far_ranks)
-    )
+    starts, may, near_places = places.starts, places.may, places.near_places
+    n_far, n_near, far_ranks = places.n_far, places.n_near, places.far_ranks
     padded = torch.nn.functional.pad(deviation, (0, n_q * BLOCK_Q - Lq))
     # What is not finite is farthest of all.
     far_off = padded.unflatten(2, (n_q, BLOCK_Q))[:, :, starts // BLOCK_Q].nan_to_num(
@@ -264,7 +268,7 @@ def choose_rows(
     most_near = most - most_far
     chosen = torch.cat([of_far, of_near], -1) + starts[:, None]
     base = torch.where(disagrees, min(2 * rows, most), rows)
-    budget = torch.tensor(heads_of(keep.max_error, Hq), device=device)[:, None]
+    budget = constant(tuple(heads_of(keep.max_error, Hq)), torch.float32, device)[:, None]
     every = torch.where(budget < SMALL_BUDGET, (2 * base).clamp(max=most), base)
     weights = torch.stack(
         [_weights(n, n_far, n_near, most_far, most_near) for n in (base, every)]
@@ -313,7 +317,7 @@ def draw_measured(surveyed: SurveyedRows, survey: Survey) -> tuple[Tensor, Tenso
     places = order.gather(-1, torch.searchsorted(chance, at_chance).clamp(max=n - 1))
     places = places.sort(-1).values
     share = 1.0 / mixed.gather(-1, places)
-    dropped = dropped[..., list(MEASURED_STEPS)]
+    dropped = dropped.index_select(-1, constant(MEASURED_STEPS, torch.int64, dropped.device))
     of_places = places[..., None].expand(*places.shape, dropped.shape[-1])
     return (
         surveyed.rows.gather(-1, places),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..recipe import KeepError, heads_of
+from ..support.device_constants import constant
 from .budget import (
     LEAN,
     LEAST_ERROR,
@@ -37,9 +38,8 @@ def decide(
     may_raise: the precision is one of 8 bits.
     """
     B, Hq = measured.whole.shape[:2]
-    budget = torch.tensor(
-        heads_of(keep.max_error, Hq), dtype=torch.float64, device=measured.whole.device
-    ).expand(B, Hq)
+    numbers = tuple(heads_of(keep.max_error, Hq))
+    budget = constant(numbers, torch.float64, measured.whole.device).expand(B, Hq)
     mean = _weighted(measured, measured.whole[..., None])
     skipping = _weighted(measured, measured.skipping) / mean
     total = _weighted(measured, measured.total) / mean
@@ -116,8 +116,10 @@ class _Curves:
         quantized: Tensor,
         noise: Tensor,
     ) -> _Curves:
-        rate, rate_noise, added = (x[..., list(NEXT_MEASURED)] for x in (rate, rate_noise, added))
-        bound = rate * (mean + Z * deviation + TAIL * heaviest[..., list(SPARSER)])
+        next_measured = constant(NEXT_MEASURED, torch.int64, mean.device)
+        sparser = constant(SPARSER, torch.int64, mean.device)
+        rate, rate_noise, added = (x[..., next_measured] for x in (rate, rate_noise, added))
+        bound = rate * (mean + Z * deviation + TAIL * heaviest[..., sparser])
         plain = rate * mean
         error = plain + LEAN * (bound - plain)
         doubt = ((bound - plain).square() + (Z * mean * rate_noise).square()).sqrt()

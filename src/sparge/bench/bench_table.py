@@ -35,7 +35,8 @@ def bench_table(document: dict[str, Any]) -> Table:
     fullest = sorted((row.get("stages", {}) for row in rows), key=len, reverse=True)
     stages = dict.fromkeys(name for each in fullest for name in each)
     columns = [*COLUMNS, *(Column(name, name, milliseconds) for name in stages), *LAST_COLUMNS]
-    title = f"{document['heads']} heads, structured inputs"
+    on = "" if document["device"] == "cpu" else f", on {document['device']}"
+    title = f"{document['heads']} heads, structured inputs{on}"
     return Table(title, columns, rows, _notes(document, rows, list(stages)))
 
 

@@ -43,6 +43,7 @@ def measure_cases(
     heads: int,
     repeat: int | None,
     step: Callable[[str], None],
+    device: str = "cpu",
 ) -> Iterator[Row]:
     """The rows of every case. step: called after each case with its name."""
     made: tuple[int, int] | None = None
@@ -50,7 +51,7 @@ def measure_cases(
     for case in wanted:
         if made != (case.length, case.head_dim):
             made = (case.length, case.head_dim)
-            inputs = make_inputs(case, heads)
+            inputs = make_inputs(case, heads, device)
         with threads(case.threads):
             contenders = make_contenders(case, entries, inputs)
             measure_contenders(contenders, repeat=repeat)
@@ -58,9 +59,9 @@ def measure_cases(
         step(str(case))
 
 
-def make_inputs(case: Case, heads: int) -> dict[str, Inputs]:
+def make_inputs(case: Case, heads: int, device: str = "cpu") -> dict[str, Inputs]:
     """Query, key and value by name of the dtype."""
-    q, k, v = structured_qkv(Hq=heads, Hk=heads, L=case.length, D=case.head_dim)
+    q, k, v = structured_qkv(Hq=heads, Hk=heads, L=case.length, D=case.head_dim, device=device)
     return {name: (q.to(dtype), k.to(dtype), v.to(dtype)) for name, dtype in DTYPES.items()}
 
 

@@ -1,4 +1,4 @@
-"""One way to compute attention (torch's SDPA, sparge or FlexAttention) and its measurements."""
+"""One way to compute attention (torch's SDPA, sparge, Flash- or FlexAttention), measured."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from ..api import attention, explain, make_plan
 from ..blockplan import BlockPlan
 from ..errors import Unsupported
 from ..record import Run, record
+from ..support.turns import HOST, timer
+from .flash import KINDS as FLASH_KINDS
+from .flash import flash_attention
 from .lineup import SDPA, SPARSE, Entry
 
 if TYPE_CHECKING:
@@ -83,10 +86,19 @@ class Contender:
 
     def __post_init__(self) -> None:
         """Do everything that is not timed."""
+        self._prepare()
+        if self.why_not is None and self.inputs[0].device.type not in HOST:
+            self.attend()  # compiles its kernels
+
+    def _prepare(self) -> None:
         entry = self.entry
         options: dict[str, Any] = {"is_causal": self.is_causal}
-        self.attend = partial(F.scaled_dot_product_attention, *self.inputs, **options)
-        if entry.kind == SDPA:
+        self.attend: Callable[[], Tensor] = partial(
+            F.scaled_dot_product_attention, *self.inputs, **options
+        )
+        if entry.kind in FLASH_KINDS:
+            self.attend, self.why_not = flash_attention(entry.kind, self.inputs, **options)
+        if entry.kind == SDPA or entry.kind in FLASH_KINDS:
             return
         options |= {"recipe": entry.recipe, "backend": entry.backend}
         try:
@@ -105,11 +117,19 @@ class Contender:
             self.attend = partial(self.flex, self.inputs, block_mask)
 
     def take_turn(self) -> float:
-        """Run once; return the seconds. Recording the stages is part of the time."""
-        with record() as runs:
-            start = time.perf_counter()
-            out = self.attend()
-            seconds = time.perf_counter() - start
+        """Run once; return the seconds. Recording the stages is part of the time; where it would
+        make the host wait for the device after each stage, they are recorded in a second run."""
+        device = self.inputs[0].device.type
+        if device in HOST:
+            with record() as runs:
+                start = time.perf_counter()
+                out = self.attend()
+                seconds = time.perf_counter() - start
+        else:
+            seconds, out = timer(device)(self.attend)
+            with record() as runs:
+                if self.entry.kind == SPARSE:
+                    self.attend()
         self.runs += runs
         if self.out is None:
             # Sampled rows only: keeping the whole output would leave the next turn cold memory.

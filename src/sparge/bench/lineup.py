@@ -11,6 +11,8 @@ from ..recipe import DEFAULT, KeepAll, KeepFraction, Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SDPA, SPARSE, FLEX = "sdpa", "sparse", "flex"
+TORCH_FLASH, FLASH_ATTN = "torch flash", "flash_attn"
+"""FlashAttention: torch's kernel, and the package; on accelerators."""
 
 
 def _share(share: float, *, precision: str = "int8", predictor: str = "mean") -> Recipe:
@@ -45,12 +47,13 @@ class Entry:
     recipe: Recipe | None = None
 
 
-def lineup(backends: Sequence[str], words: Sequence[str] = ()) -> list[Entry]:
+def lineup(backends: Sequence[str], words: Sequence[str] = (), device: str = "cpu") -> list[Entry]:
     """Contenders whose name contains one of the words (all without words), and SDPA of their
     dtypes. Raises ValueError for a word that no name contains."""
     runs = [(SPARSE, backend, backend, name) for backend in backends for name in RECIPES]
     runs += [(FLEX, FLEX, backends[0], name) for name in IN_FLEX]  # blocks of the first backend
-    found = []
+    flash = () if device == "cpu" else (TORCH_FLASH, FLASH_ATTN)
+    found = [Entry(kind, kind, "bf16") for kind in flash]
     for kind, title, backend, name in runs:
         dtype = "fp32" if name.startswith("fp32") else "bf16"
         found.append(Entry(f"{title} {name}", kind, dtype, backend, name, RECIPES[name]))

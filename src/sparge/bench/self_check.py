@@ -65,9 +65,9 @@ def check_backends(device: str = "cpu") -> list[Check]:
     return _checks(inputs, recipes)
 
 
-def check_sparse(names: Iterable[str]) -> list[Check]:
-    """Recipes like those of a benchmark, in bf16 on the CPU, with as many key heads as queries."""
-    inputs = structured_qkv(Hk=4, L=SPARSE_LENGTH, dtype=torch.bfloat16)
+def check_sparse(names: Iterable[str], device: str = "cpu") -> list[Check]:
+    """Recipes like those of a benchmark, in bf16, with as many key heads as queries."""
+    inputs = structured_qkv(Hk=4, L=SPARSE_LENGTH, dtype=torch.bfloat16, device=device)
     return _checks(inputs, [(name, title, SPARSE[title]) for name in names for title in SPARSE])
 
 

@@ -1,7 +1,8 @@
-"""`sparge bench`: sparge's attention, torch's SDPA and FlexAttention, measured in one run.
+"""`sparge bench`: sparge's attention, torch's SDPA, Flash- and FlexAttention, in one run.
 
 Contenders take turns within each round; figures are medians over the rounds. Nothing is printed
-if a backend fails the self-check or a row is wrong. `sparge bench error` is bench_error.py.
+if a backend fails the self-check or a row is wrong. `sparge bench error` is bench_error.py,
+`sparge bench --static` is bench_static.py.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from ..bench.lineup import Entry, lineup
 from ..bench.self_check import Check, check_backends, check_sparse, wrong_rows
 from ..dispatch import backends
 from ..geometry import MAX_HEAD_DIM
-from ..report.machine import load_average, where_it_runs
+from ..report.machine import devices, load_average, where_it_runs
 from ..synthetic import MIN_HEAD_DIM
-from . import BAD_RESULT, OK, bench_error
+from . import BAD_RESULT, OK, bench_error, bench_static
 from .arguments import add_json, check_file, whole, wholes, words
 from .screen import console, deliver, progress, show_table
 
@@ -32,6 +33,7 @@ FORMAT = "sparge.bench/3"
 LENGTHS = [1024, 4096, 8192]
 FULL_LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
 HEAD_DIMS = [64, 128]
+DEVICES = ("auto", "cpu", "cuda", "xpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "speed (default), or error: KeepError on adversarial inputs"
     add("suite", nargs="?", choices=("speed", "error"), default="speed", help=about)
     bench_error.add_arguments(parser)
+    bench_static.add_arguments(parser)
     add("--lengths", type=wholes, help="default: 1024,4096,8192; with --full 1024 to 32768")
     add("--full", action="store_true", help="all lengths, with 1 and with all threads; hours")
     add("--heads", type=whole, default=4, help="default: %(default)s")
@@ -46,18 +49,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--causal", action=argparse.BooleanOptionalAction, help="default: both")
     add("--threads", type=wholes, metavar="N,M", help="default: all; with --full 1 and all")
     add("--repeat", type=whole, help="rounds; default: 3 to 25, depending on their duration")
-    add("--backends", type=words, default=["cpu"], metavar="NAME,…", help="default: cpu")
+    add("--device", choices=DEVICES, default="cpu", help="auto: the accelerator, if there is one")
+    about = "default: cpu; on an accelerator triton"
+    add("--backends", type=words, metavar="NAME,…", help=about)
     add("--contenders", type=words, default=[], metavar="WORD,…", help="names containing a word")
     add("--output", metavar="FILE", help="also write the JSON document to this file")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.device != "cpu" and (args.suite == "error" or args.static):
+        raise ValueError(f"--device is for measuring speed, got --device {args.device}")
+    args.device = found_device(args.device)
+    if args.backends is None:
+        args.backends = ["cpu"] if args.device == "cpu" else ["triton"]
     if args.suite == "error":
         return bench_error.run(args)
+    if args.static:
+        return bench_static.run(args)
     check_arguments(args)
-    entries = lineup(args.backends, args.contenders)
-    checks = [*check_backends(), *check_sparse(args.backends)]
+    entries = lineup(args.backends, args.contenders, args.device)
+    checks = [*check_backends(args.device), *check_sparse(args.backends, args.device)]
     red = [check for check in checks if check.verdict == "failed"]
     if red:
         return refuse([f"{check.backend} fails the self-check: {check.why}" for check in red])
@@ -68,8 +80,23 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
+def found_device(asked: str) -> str:
+    """The type of device that is meant. Raises ValueError if torch does not see it."""
+    there = devices()
+    if asked == "auto":
+        return there[-1]
+    if asked not in there:
+        raise ValueError(
+            f"--device {asked}: torch {torch.__version__} sees no such device, only "
+            f"{', '.join(there)}; install a torch that was built for it"
+        )
+    return asked
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for every mistake that can be found before measuring."""
+    if args.threads and args.device != "cpu":
+        raise ValueError(f"--threads is for --device cpu, got --device {args.device}")
     if args.output is not None:
         check_file(args.output)
     for dim in args.head_dims:
@@ -94,17 +121,20 @@ def measure(args: argparse.Namespace, entries: list[Entry], checks: list[Check])
     where, start = where_it_runs(), time.perf_counter()
     wanted = wanted_cases(args)
     counts = sorted({case.threads for case in wanted})
-    before = gemm_rates(counts)
+    before = gemm_rates(counts, args.device)
     with progress("measuring", len(wanted)) as step:
-        made = measure_cases(wanted, entries, heads=args.heads, repeat=args.repeat, step=step)
+        made = measure_cases(
+            wanted, entries, heads=args.heads, repeat=args.repeat, step=step, device=args.device
+        )
         rows = list(made)
-    peaks = gemm_peaks(before, gemm_rates(counts))
+    peaks = gemm_peaks(before, gemm_rates(counts, args.device))
     add_shares_of_peak(rows, {n: peak["peak"] for n, peak in peaks.items()})
     return {
         "format": FORMAT,
         **where,
         "load_average_after": load_average(),
         "took_seconds": time.perf_counter() - start,
+        "device": args.device,
         "heads": args.heads,
         "threads": counts,
         "cases": [asdict(case) for case in wanted],
@@ -117,7 +147,8 @@ def measure(args: argparse.Namespace, entries: list[Entry], checks: list[Check])
 def wanted_cases(args: argparse.Namespace) -> list[Case]:
     everything = torch.get_num_threads()
     lengths = args.lengths or (FULL_LENGTHS if args.full else LENGTHS)
-    threads = args.threads or (sorted({1, everything}) if args.full else [everything])
+    both = args.full and args.device == "cpu"
+    threads = args.threads or (sorted({1, everything}) if both else [everything])
     causal = [True, False] if args.causal is None else [args.causal]
     wanted = product(lengths, args.head_dims, threads, causal)
     return [Case(length, dim, is_causal, n) for length, dim, n, is_causal in wanted]

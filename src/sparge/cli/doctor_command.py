@@ -16,6 +16,7 @@ from ..dispatch import AUTO, DENSE, ENV_BACKEND, backends, choose
 from ..errors import Unsupported
 from ..recipe import DEFAULT
 from ..report import crossover_status
+from ..report.gpu_status import gpu_lines, gpu_status
 from ..report.machine import devices, environment, machine, versions
 from ..report.table import Column, Table, error
 from . import BAD_RESULT, OK
@@ -46,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Before the checks: their calls could measure it first.
-    crossover = crossover_status.calibrate() if args.calibrate else crossover_status.cached()
+    gpu = gpu_status(measure=args.calibrate)
+    crossover = crossover_status.cached()
+    if args.calibrate and (crossover_status.measurable() or not gpu["cards"]):
+        crossover = crossover_status.calibrate()
     checks = [asdict(check) for device in devices() for check in check_backends(device)]
     passed = all(check["verdict"] != "failed" for check in checks)
     document = {
@@ -56,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         "environment": environment(),
         "native": crossover_status.instruction_sets(),
         "crossover": crossover,
+        "gpu": gpu,
         "backends": [judge_backends(sample_call(device)) for device in devices()],
         "self_check": {"passed": passed, "checks": checks},
     }
@@ -105,6 +110,7 @@ def show(document: dict[str, Any]) -> None:
         "native core": has if native["available"] else "missing",
         **crossover_status.status_lines(document["crossover"]),
         "accelerators": ", ".join(facts["accelerators"]) or "none found by torch",
+        **gpu_lines(document["gpu"]),
         "environment": " ".join(f"{k}={v}" for k, v in document["environment"].items())
         or f"no SPARGE_ variable set ({ENV_BACKEND} forces a backend)",
     }
@@ -113,6 +119,10 @@ def show(document: dict[str, Any]) -> None:
     if rows := document["crossover"].get("rows"):
         title = "\nDensity above which dense attention is faster, on long sequences"
         show_table(screen, Table(title, crossover_status.COLUMNS, rows))
+    for card in document["gpu"]["cards"]:
+        if rows := card["cost"].get("rows"):
+            title = f"\nThe same on {card['name']}: {card['cost']['state']}"
+            show_table(screen, Table(title, crossover_status.COLUMNS, rows))
     for judged in document["backends"]:
         title = f"\nBackends, for the call {judged['call']}, default recipe"
         show_table(screen, Table(title, BACKEND_COLUMNS, judged["rows"]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ..backend import AUTO, DENSE, Backend
 from ..backends.cpu import CPU_BACKEND
 from ..backends.reference import REFERENCE
+from ..backends.triton import TRITON_BACKEND
 
-_OURS = {CPU_BACKEND.name: CPU_BACKEND, REFERENCE.name: REFERENCE}
+_OURS = {backend.name: backend for backend in (TRITON_BACKEND, CPU_BACKEND, REFERENCE)}
 _backends: dict[str, Backend] = dict(_OURS)
 _changes = 0
 

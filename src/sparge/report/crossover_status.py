@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from ..backends import cost_file as cache
 from ..backends.cpu import calibrate as costs
-from ..backends.cpu import cost_file as cache
 from ..backends.cpu import library as native
 from ..backends.cpu.cost import COST
-from ..backends.cpu.crossover import CLEARLY, DENSE_WAY, DTYPES, HEAD_DIMS, WAYS, Crossover, name_of
+from ..backends.cpu.cost_key import key_of
+from ..backends.crossover import CLEARLY, DENSE_WAY, DTYPES, HEAD_DIMS, Crossover, name_of
 from ..errors import Unsupported
 from ..recipe import PRECISIONS
 from .table import Column, share
@@ -34,16 +35,27 @@ def calibrate() -> dict[str, Any]:
     return _status(measured, COST.adopt(measured), "measured now")
 
 
+def measurable() -> bool:
+    """Whether there is a native core to measure."""
+    return native.why_missing() is None
+
+
 def cached() -> dict[str, Any]:
     """The cached crossover of this machine, number of threads and instruction set."""
     if why := native.why_missing():
         return {"state": "none", "why": why}
     isa = native.chosen_isa(native.available())
-    key = cache.key_of(isa, torch.get_num_threads())
+    key = key_of(isa, torch.get_num_threads())
     found, why = cache.read(key)
     if found is not None:
         return _status(found, "", "measured before")
-    return {"state": "none", "why": why, "key": key, "file": _file(key), "failure": COST.failure()}
+    return {
+        "state": "none",
+        "why": why,
+        "key": key,
+        "file": cost_file_path(key),
+        "failure": COST.failure(),
+    }
 
 
 def instruction_sets() -> dict[str, Any]:
@@ -59,7 +71,7 @@ def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:
         "state": state,
         "why": why,
         "key": dict(crossover.key),
-        "file": None if why else _file(crossover.key),
+        "file": None if why else cost_file_path(crossover.key),
         **{name: getattr(crossover, name) for name in names},
         "failure": COST.failure(),
         "rows": crossover_rows(crossover),
@@ -71,9 +83,12 @@ def crossover_rows(crossover: Crossover) -> list[dict[str, Any]]:
     """Density above which dense attention is faster, on long sequences."""
     rows = []
     for dtype, D in product(DTYPES.values(), HEAD_DIMS):
-        pair = {way: crossover.costs[name_of(dtype, D, way)].element for way in WAYS}
-        shares = {p: min(CLEARLY * pair[DENSE_WAY] / pair[p], 1.0) for p in PRECISIONS if pair[p]}
-        rows.append({"dtype": dtype, "D": D, DENSE_WAY: pair[DENSE_WAY], **shares})
+        ways = (DENSE_WAY, *PRECISIONS)
+        costs = {way: crossover.costs.get(name_of(dtype, D, way)) for way in ways}
+        pair = {way: cost.element for way, cost in costs.items() if cost and cost.element}
+        dense = pair.pop(DENSE_WAY, 0.0)
+        shares = {way: min(CLEARLY * dense / ours, 1.0) for way, ours in pair.items()}
+        rows.append({"dtype": dtype, "D": D, DENSE_WAY: dense, **shares})
     return rows
 
 
@@ -102,8 +117,9 @@ def status_lines(status: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _file(key: Mapping[str, str]) -> str | None:
+def cost_file_path(key: Mapping[str, str]) -> str | None:
+    """None without a home directory."""
     try:
         return str(cache.path_of(key))
-    except RuntimeError:  # no home directory
+    except RuntimeError:
         return None

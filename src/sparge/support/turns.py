@@ -6,13 +6,23 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+
+class Timer(Protocol):
+    """Runs work; returns the seconds that it took, and what it returned."""
+
+    def __call__(self, work: Callable[[], T], /) -> tuple[float, T]: ...
+
+
 Contestant = Callable[[], float]
 """Runs once and returns the seconds that count."""
+HOST = ("cpu", "meta")
+"""Types of devices that nobody waits for."""
 
 
 def take_turns(
@@ -59,12 +69,26 @@ def take_turns(
             times[i].append(contestants[i]())
 
 
-def timed(work: Callable[[], T]) -> tuple[float, T]:
+def timed(work: Callable[[], T], /) -> tuple[float, T]:
     """The seconds that `work` took by `clock()`, and what it returned."""
     now = clock()
     start = now()
     done = work()
     return now() - start, done
+
+
+def timer(device: str) -> Timer:
+    """`timed`, for work on a type of device. An accelerator works on its own after a launch: it is
+    waited for before and after, so that launching counts as it does for a caller who waits."""
+    return timed if device in HOST else _timed_on_accelerator
+
+
+def _timed_on_accelerator(work: Callable[[], T], /) -> tuple[float, T]:
+    torch.accelerator.synchronize()
+    start = time.perf_counter()
+    done = work()
+    torch.accelerator.synchronize()
+    return time.perf_counter() - start, done
 
 
 def clock() -> Callable[[], float]:

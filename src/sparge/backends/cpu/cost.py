@@ -17,8 +17,11 @@ from ...backend import Estimate
 from ...blockplan import BlockPlan
 from ...call import Call
 from ...geometry import BLOCK_Q
-from . import cost_file, library
-from .crossover import BUILT_IN, Crossover
+from .. import cost_file
+from ..crossover import Crossover
+from . import library
+from .cost_key import key_of
+from .crossover import BUILT_IN
 
 ENV_CALIBRATE = "SPARGE_CALIBRATE"
 FEWEST_PAIRS = 1 << 19
@@ -75,7 +78,7 @@ class CpuCost:
         where = _where()
         found = self._crossovers.get(where)
         if found is None:
-            read, _ = cost_file.read(cost_file.key_of(*where))
+            read, _ = cost_file.read(key_of(*where))
             found = self._crossovers[where] = read or BUILT_IN
         return found
 

@@ -14,29 +14,12 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
-from ...support.atomic_files import replace_file
-from ...support.cache_directory import cache_directory
-from ...support.cpuinfo import cpu_name
-from ...support.json_text import parse_json, read_json_text
-from . import library
+from ..support.atomic_files import replace_file
+from ..support.cache_directory import cache_directory
+from ..support.json_text import parse_json, read_json_text
 from .crossover import Crossover, UnitCosts, names
 
 FILE_FORMAT = "sparge.crossover/2"
-
-
-def key_of(isa: str, threads: int) -> dict[str, str]:
-    """What a measurement depends on; with another key it is another measurement."""
-    return {
-        "cpu": cpu_name(),
-        "isa": isa,
-        "threads": str(threads),
-        "torch": torch.__version__,
-        "sparge": _version(),
-        # A library that was built anew may be faster, whatever its version says.
-        "library": native_build(),
-    }
 
 
 def path_of(key: Mapping[str, str]) -> Path:
@@ -44,11 +27,12 @@ def path_of(key: Mapping[str, str]) -> Path:
     return cache_directory() / f"crossover-{digest}.json"
 
 
-def read(key: Mapping[str, str]) -> tuple[Crossover | None, str]:
-    """The measurement of a key and "", or None and why there is none."""
+def read(key: Mapping[str, str], *, complete: bool = True) -> tuple[Crossover | None, str]:
+    """The measurement of a key and "", or None and why there is none. complete: whether one that
+    lacks some dtypes or precisions counts as damaged."""
     try:
         path = path_of(key)
-        return _parse(read_json_text(path), key), ""
+        return _parse(read_json_text(path), key, complete), ""
     except FileNotFoundError:
         return None, "nothing was measured yet"
     except (OSError, RuntimeError) as error:  # pathlib raises the latter without a home
@@ -81,31 +65,23 @@ def to_dict(crossover: Crossover) -> dict[str, object]:
     }
 
 
-def _parse(text: str, key: Mapping[str, str]) -> Crossover:
+def _parse(text: str, key: Mapping[str, str], complete: bool) -> Crossover:
     data = parse_json(text, "it")
     if data["format"] != FILE_FORMAT:
         raise ValueError(f"its format is {data['format']!r}, needed is {FILE_FORMAT!r}")
     if data["key"] != dict(key):
         raise ValueError("it was measured for another key")
-    costs = {name: UnitCosts(**data["costs"][name]) for name in names()}
+    given = data["costs"]
+    costs = {name: UnitCosts(**given[name]) for name in names() if complete or name in given}
     for name, cost in costs.items():
         for number in (cost.call, cost.token, cost.element):
             if isinstance(number, bool) or not 0 <= number < math.inf:
                 raise ValueError(f"{name} must be seconds, got {number!r}")
-    facts = {name: float(data[name]) for name in ("took", "noise", "busy")}
-    return Crossover(costs, dict(key), str(data["date"]), **facts, measured=True)
+    took, noise, busy = (float(data[name]) for name in ("took", "noise", "busy"))
+    return Crossover(costs, dict(key), str(data["date"]), took, noise, busy, measured=True)
 
 
-def native_build() -> str:
-    """Size and time of the library's file; "" where there is none."""
-    try:
-        facts = Path(library.library() or "").stat()
-    except OSError:
-        return ""
-    return f"{facts.st_size}-{facts.st_mtime_ns}"
-
-
-def _version() -> str:
+def sparge_version() -> str:
     try:
         return metadata.version("sparge")
     except metadata.PackageNotFoundError:

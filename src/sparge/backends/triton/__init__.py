@@ -1,0 +1,100 @@
+"""Kernels in Triton for GPUs: NVIDIA, AMD and Intel from one source, compiled at first use.
+
+Triton itself is imported when the first call runs; `import sparge` does not need it.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata, util
+
+import torch
+
+from ...backend import Backend
+from ...call import Call
+from ...host import Host
+from ...stages import PackedStages, Stages
+from .architectures import INTERPRETER, KINDS, Architecture, architecture_of
+from .cost import COST
+
+NAME = "triton"
+OLDEST = (3, 4)
+ENV_INTERPRET = "TRITON_INTERPRET"
+
+
+def _stages() -> Stages:
+    from . import stages
+
+    return stages
+
+
+def _packed() -> PackedStages:
+    from . import varlen
+
+    return varlen
+
+
+def why_missing() -> str | None:
+    """Why Triton cannot be used, or None; it is not imported."""
+    if util.find_spec("triton") is None:
+        return "triton is not installed; it comes with torch for GPUs, or with pip install triton"
+    version = metadata.version("triton") if _has_metadata() else ""
+    numbers = tuple(int(x) for x in version.split(".")[:2] if x.isdigit())
+    if numbers and numbers < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        return f"triton {version} is too old; {needed} or newer is needed"
+    return None
+
+
+def _has_metadata() -> bool:
+    try:
+        metadata.version("triton")
+    except metadata.PackageNotFoundError:  # vendors' builds have names of their own
+        return False
+    return True
+
+
+# Read once: a graph being traced then sees a constant.
+MISSING = why_missing()
+
+
+def interpreting() -> bool:
+    """Whether Triton interprets kernels on the CPU, as its environment variable says."""
+    return os.environ.get(ENV_INTERPRET) in ("1", "true", "True", "on")
+
+
+def _refusal(host: Host, call: Call) -> str | None:
+    if call.device not in KINDS and not (call.device == "cpu" and interpreting()):
+        return f"it runs on GPUs ({', '.join(KINDS)}), and the tensors are on {call.device}"
+    if MISSING is not None:
+        return MISSING
+    if call.dtype == torch.float64:
+        return "it computes in fp32; the reference serves float64"
+    found = architecture_of(call.device)
+    if isinstance(found, str):
+        return found
+    if call.recipe.precision == "int8-fast" and found.fp8 is None:
+        return (
+            f"{found.name} has no fp8 matrix instructions, which int8-fast needs (sm_89, gfx942 "
+            "and newer have); use precision 'int8'"
+        )
+    return None
+
+
+def _architecture_name(host: Host, call: Call) -> str:
+    found = architecture_of(call.device)
+    return f"triton {found.name}" if isinstance(found, Architecture) else "triton"
+
+
+TRITON_BACKEND = Backend(
+    NAME,
+    "Triton kernels for GPUs",
+    _stages,
+    _refusal,
+    COST,
+    isa=_architecture_name,
+    raises_heads=True,
+    packed=_packed,
+)
+
+__all__ = ["INTERPRETER", "NAME", "TRITON_BACKEND", "interpreting", "why_missing"]

@@ -1,0 +1,199 @@
+"""NOUN the architectures that kernels are launched on, and how: one table, with its sources.
+
+`compiled`: found by compiling for the target and reading the result (`sparge bench --static`):
+the largest tile without spilled registers, within shared memory, with loads as deep as intended.
+Nothing here was timed on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...host import host
+
+INTERPRETER = "interpreter"
+KINDS = ("cuda", "xpu")
+"""Types of devices; torch calls AMD's `cuda` too."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the attention kernel is launched.
+
+    block_m: query rows of a program; a query block of 128 rows is one, two or four programs.
+    branch: whether a block that the second filter skips whole is branched around. If not, its
+    weights are set to zero, for the same result. Off everywhere until it is timed: behind a branch
+    Triton loads V without a pipeline, on every architecture that was compiled for.
+    entries: pooled entries of a tile. registers: of a thread, where the compiler's choice spills.
+    """
+
+    block_m: int
+    num_warps: int
+    num_stages: int
+    branch: bool = False
+    entries: int = 16
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told."""
+        given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return given if self.registers is None else {**given, "maxnreg": self.registers}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """name: as torch names it. rows: how the attention kernel is launched, by `tiles_for`. fp8: the
+    type of 8-bit P and V, or None. shared: bytes of shared memory that a program may have. source:
+    where the numbers come from."""
+
+    name: str
+    rows: Mapping[tuple[str, int], Tiles]
+    fp8: torch.dtype | None
+    shared: int
+    source: str
+
+    @property
+    def tiles(self) -> Tiles:
+        """Of the default recipe at head dim 128."""
+        return self.tiles_for("int8", 128)
+
+    def tiles_for(self, precision: str, D: int, *, filters: bool = False) -> Tiles:
+        """filters: the second filter is on."""
+        way = "int8" if precision == "int8-fast" else precision
+        way = "int8+filter" if way == "int8" and filters else way
+        return self.rows[way, 64 if D <= 64 else 128 if D <= 128 else 256]
+
+    @property
+    def row_warps(self) -> int:
+        """Warps of a program that scores 64 sampled rows; with 4, gfx11 spills 8 registers."""
+        return 8 if self.name.startswith(("gfx11", "gfx12")) else 4
+
+    @property
+    def fp32(self) -> str:
+        """How fp32 is multiplied. Three TF32 products lose about as much as one rounding of fp32,
+        and leave registers free that fp32 arithmetic takes; AMD's matrix units multiply fp32."""
+        return "tf32x3" if self.name.startswith("sm_") else "ieee"
+
+
+def _rows(**ways: tuple[Tiles, Tiles, Tiles]) -> dict[tuple[str, int], Tiles]:
+    """By way of computing, tiles for head dims up to 64, 128 and 256."""
+    named = {name.replace("_", "+"): tiles for name, tiles in ways.items()}
+    return {
+        (way, D): tiles
+        for way, each in named.items()
+        for D, tiles in zip((64, 128, 256), each, strict=True)
+    }
+
+
+_WHOLE = Tiles(block_m=128, num_warps=8, num_stages=3)
+_HALF_ROWS = Tiles(block_m=64, num_warps=8, num_stages=2)
+_EXACT = (Tiles(32, 8, 1), Tiles(16, 8, 1), Tiles(16, 8, 1))
+# 16 rows to each warp, as its matrix instruction takes them.
+_MMA_SYNC = _rows(
+    int8=(_WHOLE, _WHOLE, Tiles(32, 4, 2)),
+    int8_filter=(_WHOLE, _HALF_ROWS, Tiles(32, 4, 2)),
+    half=(_WHOLE, _HALF_ROWS, Tiles(32, 8, 2)),
+    exact=_EXACT,
+)
+# The compiler takes 128 registers, for two programs at a time, and spills 8 bytes for it.
+_SM_80 = {**_MMA_SYNC, ("int8", 64): replace(_WHOLE, registers=208)}
+# Products of a group of warps, with accumulators of their own on sm_100: more fits.
+_WGMMA = _rows(
+    int8=(_WHOLE, _WHOLE, _HALF_ROWS),
+    int8_filter=(_WHOLE, _WHOLE, _HALF_ROWS),
+    half=(_WHOLE, _WHOLE, _HALF_ROWS),
+    exact=_EXACT,
+)
+_CDNA = _rows(
+    int8=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
+    int8_filter=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
+    half=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
+    exact=(Tiles(128, 4, 2), Tiles(64, 4, 1), Tiles(32, 4, 1)),
+)
+# Spills 31 registers and more in "half" and "exact" at every tile that was tried, and in "int8"
+# beyond head dim 128: few registers, and none of their own for accumulators.
+_RDNA = _rows(
+    int8=(Tiles(64, 4, 1), Tiles(32, 8, 1), Tiles(64, 8, 1)),
+    int8_filter=(Tiles(64, 4, 1), Tiles(32, 8, 1), Tiles(64, 8, 1)),
+    half=(Tiles(32, 8, 1), Tiles(16, 8, 1), Tiles(16, 8, 1)),
+    exact=(Tiles(16, 8, 1), Tiles(16, 8, 1), Tiles(16, 8, 1)),
+)
+# Every way that programs may share a query block, and both ways of the second filter.
+_INTERPRETED = _rows(
+    int8=(_WHOLE, _WHOLE, _HALF_ROWS),
+    int8_filter=(replace(_WHOLE, branch=True), _WHOLE, _HALF_ROWS),
+    half=(_HALF_ROWS, _HALF_ROWS, Tiles(32, 8, 2)),
+    exact=(_WHOLE, _WHOLE, _HALF_ROWS),
+)
+_FN, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+_KB = 1024
+TABLE = {
+    name: Architecture(name, rows, fp8, shared * _KB, source)
+    for name, rows, fp8, shared, source in (
+        ("sm_80", _SM_80, None, 163, "compiled"),
+        ("sm_86", _MMA_SYNC, None, 99, "compiled"),
+        ("sm_87", _MMA_SYNC, None, 163, "as sm_80"),
+        ("sm_89", _MMA_SYNC, _FN, 99, "compiled"),
+        ("sm_90", _WGMMA, _FN, 227, "compiled"),
+        ("sm_100", _WGMMA, _FN, 227, "compiled"),
+        ("sm_103", _WGMMA, _FN, 227, "as sm_100"),
+        ("sm_110", _WGMMA, _FN, 227, "as sm_100"),
+        ("sm_120", _MMA_SYNC, _FN, 99, "compiled"),
+        ("sm_121", _MMA_SYNC, _FN, 99, "as sm_120"),
+        ("gfx90a", _CDNA, None, 64, "as gfx942"),
+        ("gfx942", _CDNA, _FNUZ, 64, "compiled"),
+        ("gfx950", _CDNA, _FN, 160, "as gfx942"),
+        ("gfx1100", _RDNA, None, 64, "compiled"),
+        ("gfx1101", _RDNA, None, 64, "as gfx1100"),
+        ("gfx1102", _RDNA, None, 64, "as gfx1100"),
+        ("gfx1151", _RDNA, None, 64, "as gfx1100"),
+        ("gfx1200", _RDNA, _FN, 64, "as gfx1100"),
+        ("gfx1201", _RDNA, _FN, 64, "as gfx1100"),
+        ("xpu", _RDNA, None, 64, "a cautious guess; neither compiled nor run"),
+        (INTERPRETER, _INTERPRETED, _FN, 1 << 20, "Triton's interpreter, for tests"),
+    )
+}
+_assumed: str | None = None
+"""A plain global, which a graph being traced can read; only tools set it."""
+
+
+@contextmanager
+def assume(name: str) -> Iterator[Architecture]:
+    """Launch as on this architecture, to compile for one that is not here."""
+    global _assumed
+    before, _assumed = _assumed, name
+    try:
+        yield TABLE[name]
+    finally:
+        _assumed = before
+
+
+def assumed() -> bool:
+    return _assumed is not None
+
+
+def architecture_of(kind: str) -> Architecture | str:
+    """The architecture of the current device of a type, or why it is not served."""
+    if _assumed is not None:
+        return TABLE[_assumed]
+    if kind == "cpu":
+        return TABLE[INTERPRETER]
+    if kind == "xpu":
+        return TABLE["xpu"]
+    return _named(host(kind).device(kind).capability.split(":")[0])
+
+
+def _named(name: str) -> Architecture | str:
+    if name in TABLE:
+        return TABLE[name]
+    served = ", ".join(n for n in TABLE if n not in (INTERPRETER, "xpu"))
+    if name.startswith("sm_") and name[3:].isdigit() and int(name[3:]) < 80:
+        return (
+            f"{name} is too old: it has no int8 and bf16 matrix instructions; served are {served}"
+        )
+    return f"the architecture {name or 'of this device'} is not known; served are {served}"

@@ -1,0 +1,117 @@
+"""Whether the Triton backend is faster than dense attention on a card.
+
+By numbers that `sparge doctor --calibrate` measured on it and stored, else by a roofline estimate
+(roofline.py). Nothing is ever measured inside a user's call: compiling every kernel for every
+precision takes a minute. No number of a tensor is read either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from ...backend import Estimate
+from ...blockplan import BlockPlan
+from ...call import Call
+from ...geometry import BLOCK_Q
+from .. import cost_file
+from ..crossover import Crossover
+from .roofline import Card, card_of, roofline
+
+UNREAD_DENSITY = 0.75
+"""What `KeepMass` is expected to keep of a long row. More than on the CPU (`MASS_DENSITY`), where a
+plan that keeps more goes dense after all: here the plan stays on the device, unread."""
+PACKAGES = ("triton", "triton-rocm", "triton-xpu", "pytorch-triton-rocm", "pytorch-triton-xpu")
+
+Where = tuple[str, int]
+"""Type and index of a device."""
+
+
+class GpuCost:
+    """One object for the process; numbers are kept by device."""
+
+    def __init__(self) -> None:
+        self._crossovers: dict[Where, Crossover | str] = {}
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def before(self, call: Call) -> Estimate:
+        if call.needs_grad:
+            return Estimate(False, "torch's own gradient of dense attention is faster")
+        if call.device == "cpu":
+            return Estimate(False, "Triton's interpreter runs it on the cpu: for tests only")
+        if torch.compiler.is_compiling():
+            # Lengths may be symbols here. The op chooses again by its numbers when it runs.
+            return Estimate(True, "decided by its lengths when it runs")
+        if call.Lq < BLOCK_Q:
+            return Estimate(
+                False,
+                f"{call.Lq} queries do not fill a block of {BLOCK_Q}; dense attention is faster",
+            )
+        found = self.crossover(call.device)
+        if isinstance(found, str):
+            return Estimate(False, f"{found}; `sparge doctor --calibrate` measures it")
+        if not found.knows(call):
+            what = f"{call.recipe.precision} of {str(call.dtype).removeprefix('torch.')}"
+            return Estimate(False, f"{what} was not measured on this card")
+        # Settled: no call improves these numbers, so none is asked to.
+        return replace(found.estimate(call, mass_density=UNREAD_DENSITY), settled=True)
+
+    def after(self, call: Call, plan: BlockPlan) -> Estimate | None:
+        return None
+
+    def calibrate(self, call: Call) -> bool:
+        return False
+
+    def crossover(self, kind: str) -> Crossover | str:
+        """The numbers in force on the current device of a type: measured or estimated; or why
+        there are none."""
+        where = _where(kind)
+        found = self._crossovers.get(where)
+        if found is None:
+            card = card_of(*where)
+            read, _ = cost_file.read(key_of(card), complete=False)
+            found = self._crossovers[where] = read or roofline(card)
+        return found
+
+    def adopt(self, crossover: Crossover, kind: str) -> str:
+        """Use numbers measured on the current device from now on and store them; returns why they
+        are not stored, or ""."""
+        self._crossovers[_where(kind)] = crossover
+        self._generation += 1
+        return cost_file.write(crossover)
+
+
+def key_of(card: Card) -> dict[str, str]:
+    """What a measurement depends on; with another key it is another measurement."""
+    return {
+        "device": card.name,
+        "architecture": card.architecture,
+        "torch": torch.__version__,
+        "triton": triton_version() or "none",
+        "sparge": cost_file.sparge_version(),
+    }
+
+
+def triton_version() -> str | None:
+    """Of the installed package, under any of its names; it is not imported."""
+    for name in PACKAGES:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _where(kind: str) -> Where:
+    module: Any = torch.get_device_module(kind)
+    return kind, module.current_device()
+
+
+COST = GpuCost()

@@ -1,0 +1,103 @@
+"""The one place where kernels are launched. What is launched can be watched, with or without a run.
+
+Kernels get run-time lengths, and run on the current stream of the device that holds their tensors.
+Watching serves three purposes: counting launches and bytes, compiling for an architecture that is
+not here, and showing that nothing of a call is decided by numbers of its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel.
+
+    arguments: by the names of the kernel's parameters, constants included. options: `num_warps`
+    and `num_stages`. touched: elements read or written of a tensor argument, where these are fewer
+    than it has.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    options: Mapping[str, Any]
+    touched: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that go through memory if each tensor argument is read or written once."""
+        return sum(
+            self.touched.get(name, _elements(x)) * x.element_size()
+            for name, x in self.arguments.items()
+            if isinstance(x, Tensor)
+        )
+
+
+@dataclass(frozen=True)
+class Watch:
+    launches: list[Launch]
+    run: bool
+
+
+_watches: ContextVar[tuple[Watch, ...]] = ContextVar("sparge_launches", default=())
+
+
+@contextmanager
+def watch_launches(*, run: bool = True) -> Iterator[list[Launch]]:
+    """Collect the launches of this thread or task; without `run`, nothing is launched, and the
+    tensors that kernels would have written hold whatever they held."""
+    watch = Watch([], run)
+    token = _watches.set((*_watches.get(), watch))
+    try:
+        yield watch.launches
+    finally:
+        _watches.reset(token)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    options: Mapping[str, Any],
+    *,
+    touched: Any = None,
+    **arguments: Any,
+) -> None:
+    """Launch `kernel[grid](**arguments)` on the device of its tensors. touched: as `Launch` has it,
+    a mapping or None."""
+    watches = _watches.get()
+    if watches:
+        made = Launch(kernel, grid, arguments, options, touched or {})
+        for watch in watches:
+            watch.launches.append(made)
+        if not all(watch.run for watch in watches):
+            return
+    with _on(next(x.device for x in arguments.values() if isinstance(x, Tensor))):
+        kernel[grid](**arguments, **options)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever device the tensors are on."""
+    if device.type in ("cpu", "meta"):
+        return nullcontext()
+    return torch.get_device_module(device.type).device(device)
+
+
+def _elements(x: Tensor) -> int:
+    """Distinct elements of a tensor; expanded dimensions count once."""
+    n = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        n *= size if stride else 1
+    return n

@@ -1,0 +1,290 @@
+"""The first stage: codes, scales, block statistics and pooled entries, by prepare_kernel.py.
+
+Codes of q are as long as q; those of k are padded to whole blocks, and both to `block_dim`
+channels, so that the loops of the later kernels load without masks. What the stages pass on are
+views of their shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call import Call, Inputs
+from ...geometry import BLOCK_K
+from ...qtensor import Operands, Pooled, QTensor
+from ...stages import Prepared, Statistics
+from . import prepare_kernel
+from .architectures import Architecture, architecture_of
+from .launch import launch
+from .packed import NOT_PACKED, Packed
+from .shapes import block_dim, held_in, most_of, rotated, tl_type, unit_rows, value_dim
+
+_OPTIONS = {"num_warps": 8, "num_stages": 2}
+_MANY_WARPS = {"num_warps": 16, "num_stages": 1}
+"""For 128 rows of 128 channels and more, which are rotated in registers."""
+CHUNKS = 64
+
+
+@dataclass(frozen=True)
+class OnDevice(Prepared):
+    """key_facts: for each key block 1, or NaN if it is not finite; of unquantized precisions.
+    deviation, energy: what `KeepError` chooses rows by. v_logs: log2 of the scales of V. notes:
+    what a stage leaves for a later one of the same call."""
+
+    key_facts: Tensor | None = None
+    deviation: Tensor | None = None
+    energy: Tensor | None = None
+    v_logs: Tensor | None = None
+    packed: Packed = NOT_PACKED
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    codes: Tensor | None
+    scales: Tensor
+    pooled: Tensor | None
+    similarity: Tensor | None
+    entries: Pooled | None
+    value: Tensor | QTensor | None
+    v_logs: Tensor | None
+
+
+def prepare(
+    call: Call,
+    inputs: Inputs,
+    *,
+    to_plan: bool,
+    to_attend: bool,
+    packed: Packed = NOT_PACKED,
+) -> OnDevice:
+    query, key = unit_rows(inputs.query), unit_rows(inputs.key)
+    value = None if inputs.value is None else unit_rows(inputs.value)
+    coded = call.recipe.quantized and (to_attend or call.samples_rows)
+    pooled = to_plan and call.pools_blocks
+    similar = to_plan and call.predicts and call.recipe.min_similarity is not None
+    reads_v = (to_attend or call.measures_error) and value is not None
+    mean = mean_key(call, key, packed) if coded or pooled or similar else None
+    q = _queries(call, query, mean, coded, to_attend, pooled, similar, to_plan, packed)
+    k = _keys(call, key, value if reads_v else None, mean, coded, pooled, similar, packed)
+    v = inputs.key if inputs.value is None else inputs.value
+    operands = Operands(inputs.query, inputs.key, v)
+    if coded:
+        operands = _coded(call, q, k, v, packed)
+    D = call.D
+    cut = [x if x is None else x[..., :D] for x in (q["pooled"], k.pooled)]
+    statistics = Statistics(cut[0], cut[1], q["similarity"], k.similarity)
+    return OnDevice(
+        operands,
+        statistics,
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        k.entries,
+        None if coded else k.scales,
+        q["deviation"],
+        q["energy"],
+        k.v_logs,
+        packed,
+    )
+
+
+def _coded(call: Call, q: dict[str, Any], k: _Keys, value: Tensor, packed: Packed) -> Operands:
+    assert k.codes is not None
+    rows = k.codes.shape[2] if packed else call.Lk
+    return Operands(
+        QTensor(q["codes"][..., : call.D], q["scales"]),
+        QTensor(k.codes[:, :, :rows, : call.D], k.scales, BLOCK_K),
+        value if k.value is None else k.value,
+        q["lse_shift"],
+    )
+
+
+def mean_key(call: Call, key: Tensor, packed: Packed) -> Tensor:
+    """The mean key of each head `[sequences, Hk, BLOCK_D]`, fp32."""
+    n, BLOCK_D = packed.sequences or call.B, block_dim(call.D)
+    sums = key.new_empty((n, call.Hk, CHUNKS, BLOCK_D), dtype=torch.float32)
+    means = key.new_empty((n, call.Hk, BLOCK_D), dtype=torch.float32)
+    common = {"Hk": call.Hk, "Lk": call.Lk, "BLOCK_D": BLOCK_D, **packed.arguments()}
+    launch(
+        prepare_kernel.sum_keys,
+        (CHUNKS, call.Hk, n),
+        _OPTIONS,
+        k=key,
+        sums=sums,
+        **_strides("k", "n", key),
+        D=call.D,
+        **common,
+    )
+    launch(
+        prepare_kernel.mean_keys,
+        (call.Hk, n),
+        {"num_warps": 1},
+        sums=sums,
+        means=means,
+        n_chunks=CHUNKS,
+        **common,
+    )
+    return means
+
+
+def _queries(
+    call: Call,
+    query: Tensor,
+    mean: Tensor | None,
+    coded: bool,
+    to_attend: bool,
+    pooled: bool,
+    similar: bool,
+    to_plan: bool,
+    packed: Packed,
+) -> dict[str, Any]:
+    B, Hq, Lq = call.B, call.Hq, call.Lq
+    BLOCK_D = block_dim(call.D)
+    n_q = packed.n_q or call.n_q
+    deviates = to_plan and call.measures_error
+
+    def room(when: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return query.new_empty(shape, dtype=dtype) if when else None
+
+    given = {
+        "codes": room(coded, B, Hq, Lq, BLOCK_D, dtype=torch.int8),
+        "scales": room(coded, B, Hq, Lq),
+        "pooled": room(pooled, B, Hq, n_q, BLOCK_D),
+        "similarity": room(similar, B, Hq, n_q),
+        "lse_shift": room(coded and to_attend, B, Hq, Lq),
+        "deviation": room(deviates, B, Hq, Lq),
+        "energy": room(deviates, B, Hq, n_q),
+    }
+    if any(x is not None for x in given.values()):
+        launch(
+            prepare_kernel.prepare_queries,
+            (n_q, Hq, B),
+            _OPTIONS if BLOCK_D < 128 else _MANY_WARPS,
+            q=query,
+            means=mean,
+            **given,
+            **_strides("q", "m", query),
+            Hq=Hq,
+            group=Hq // call.Hk,
+            Lq=Lq,
+            n_q=n_q,
+            softmax_scale=call.scale,
+            D=call.D,
+            BLOCK_D=BLOCK_D,
+            WIDTH=rotated(call.D),
+            CODES=coded,
+            SHIFT=coded and to_attend,
+            POOLED=pooled,
+            SIMILARITY=similar,
+            DEVIATION=deviates,
+            **packed.arguments(of="queries"),
+        )
+    return given
+
+
+def _keys(
+    call: Call,
+    key: Tensor,
+    value: Tensor | None,
+    mean: Tensor | None,
+    coded: bool,
+    pooled: bool,
+    similar: bool,
+    packed: Packed,
+) -> _Keys:
+    B, Hk, recipe = call.B, call.Hk, call.recipe
+    n_k = packed.n_k or call.n_k
+    BLOCK_D, BLOCK_DV = block_dim(call.D), value_dim(call.Dv)
+    fast = coded and recipe.precision == "int8-fast" and value is not None
+    group = recipe.pool_group if recipe.pools and value is not None else 0
+    held = held_in(call)
+    # Values are read here where the blocks that hold them may be skipped later.
+    values = value is not None and (fast or group > 0 or recipe.pv_skip is not None)
+    fp8 = _fp8(call) if fast else torch.int8
+    n_entries = n_k * (BLOCK_K // group) if group else 0
+    p_max = most_of(fp8) if fast else 1.0
+
+    def room(when: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return key.new_empty(shape, dtype=dtype) if when else None
+
+    scales = key.new_empty((B, Hk, n_k), dtype=torch.float32)
+    codes = room(coded, B, Hk, n_k * BLOCK_K, BLOCK_D, dtype=torch.int8)
+    v_codes = room(fast, B, Hk, BLOCK_DV, n_k * BLOCK_K, dtype=fp8)
+    v_scales, v_logs = room(fast, B, Hk, n_k), room(fast, B, Hk, n_k)
+    k_type = torch.int8 if coded else held
+    pooled_k = room(group > 0, B, Hk, n_entries, BLOCK_D, dtype=k_type)
+    pooled_v = room(group > 0, B, Hk, n_entries, BLOCK_DV, dtype=held)
+    pooled_scale = room(group > 0, B, Hk, n_entries)
+    k_pooled, k_similarity = room(pooled, B, Hk, n_k, BLOCK_D), room(similar, B, Hk, n_k)
+    launch(
+        prepare_kernel.prepare_keys,
+        (n_k, Hk, B),
+        _OPTIONS,
+        k=key,
+        v=value if values else None,
+        means=mean,
+        codes=codes,
+        scales=scales,
+        pooled=k_pooled,
+        similarity=k_similarity,
+        pooled_k=pooled_k,
+        pooled_v=pooled_v,
+        pooled_scale=pooled_scale,
+        v_codes=v_codes,
+        v_scales=v_scales,
+        v_logs=v_logs,
+        **_strides("k", "n", key),
+        **_strides("v", "n", key if value is None else value),
+        Hk=Hk,
+        Lk=call.Lk,
+        n_blocks_k=n_k,
+        D=call.D,
+        BLOCK_D=BLOCK_D,
+        WIDTH=rotated(call.D),
+        DV=call.Dv,
+        BLOCK_DV=BLOCK_DV,
+        CODES=coded,
+        SMOOTH=mean is not None,
+        POOLED=pooled,
+        SIMILARITY=similar,
+        VALUES=values,
+        POOL_GROUP=group,
+        FAST=fast,
+        P_MAX=p_max,
+        HELD=tl_type(held),
+        MOST=most_of(held),
+        **packed.arguments(of="keys"),
+    )
+    entries, v = None, None
+    if group:
+        assert pooled_k is not None
+        assert pooled_v is not None
+        n = n_entries if packed else -(-call.Lk // group)
+        mean_k: Tensor | QTensor = pooled_k[:, :, :n, : call.D]
+        if coded:
+            assert pooled_scale is not None
+            mean_k = QTensor(pooled_k[:, :, :n, : call.D], pooled_scale[:, :, :n])
+        entries = Pooled(mean_k, pooled_v[:, :, :n, : call.Dv], group)
+    if fast:
+        assert v_codes is not None
+        assert v_scales is not None
+        rows = n_k * BLOCK_K if packed else call.Lk
+        v = QTensor(v_codes.transpose(2, 3)[:, :, :rows, : call.Dv], v_scales, BLOCK_K)
+    return _Keys(codes, scales, k_pooled, k_similarity, entries, v, v_logs)
+
+
+def _fp8(call: Call) -> torch.dtype:
+    found = architecture_of(call.device)
+    assert isinstance(found, Architecture)
+    assert found.fp8 is not None
+    return found.fp8
+
+
+def _strides(of: str, rows: str, x: Tensor) -> dict[str, int]:
+    names = (f"stride_{of}b", f"stride_{of}h", f"stride_{of}{rows}")
+    return dict(zip(names, x.stride()[:3], strict=True))

@@ -1,0 +1,91 @@
+"""Packed sequences of different lengths through all four stages at once: each kernel is launched
+once, however many sequences there are. Each result is, bit for bit, that of its sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...blockplan import BlockPlan, plan_from_lists
+from ...call import Call, Inputs
+from ...geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
+from ...recipe import KeepError
+from ...stages import Attended, AttendedPack
+from ...tokenmask import TokenMask
+from .attend import attend_lists, tiles_of
+from .packed import Packed, pack
+from .predict import predict
+from .prepare import prepare
+from .select import select_lists
+
+Stage = Callable[[str], AbstractContextManager[None]]
+
+
+def why_not_packed(call: Call) -> str | None:
+    """Why sequences of this recipe run one after another, or None."""
+    if isinstance(call.recipe.keep, KeepError):
+        return "an error budget measures rows of each sequence"
+    if call.recipe.protect:
+        return "protected ranges count from the end of each sequence"
+    return None
+
+
+def attend_packed(
+    call: Call,
+    inputs: Inputs,
+    cuts: tuple[list[int], list[int]],
+    align: str,
+    stage: Stage,
+) -> AttendedPack:
+    """`call` and `inputs`: the whole pack as one sequence `[1, H, T, D]`."""
+    packed = pack(cuts, align, inputs.query.device)
+    tokens = TokenMask(call.Lq, call.Lk, call.is_causal)
+    with stage("prepare"):
+        prepared = prepare(call, inputs, to_plan=True, to_attend=True, packed=packed)
+    mass = None
+    if call.predicts:
+        with stage("predict"):
+            mass = predict(call, prepared, tokens)
+    with stage("select"):
+        counts, indices, allowed = select_lists(call, prepared, mass, tokens)
+    with stage("attend"):
+        done = _room(call, counts)
+        noted = prepared.notes.get("pools")
+        lists = {"block_lists": indices, "n_full": None}
+        attend_lists(
+            call, prepared, counts, tokens, lists, None if noted is None else noted[1], done
+        )
+    skips = done.pv_skips.sum(-1, dtype=torch.int32)
+    parts = (counts, indices, allowed, skips)
+    return AttendedPack(
+        done.out[0].transpose(0, 1), done.lse[0], lambda: list(_plans(call, parts, packed))
+    )
+
+
+def _room(call: Call, counts: Tensor) -> Attended:
+    """The output is written as it is packed, `[T, Hq, Dv]`."""
+    out = counts.new_empty((call.Lq, call.Hq, call.Dv), dtype=call.dtype)
+    lse = counts.new_empty((1, call.Hq, call.Lq), dtype=torch.float32)
+    programs = BLOCK_Q // tiles_of(call).block_m
+    skips = counts.new_empty((*counts.shape, programs))
+    return Attended(out.transpose(0, 1).unsqueeze(0), lse, skips)
+
+
+def _plans(
+    call: Call, parts: tuple[Tensor, ...], packed: Packed
+) -> Iterator[tuple[BlockPlan, Tensor]]:
+    """The plan of each sequence and its skips, cut out of those of the pack."""
+    first = 0
+    for (q0, q1), (k0, k1) in zip(*map(pairwise, packed.cuts), strict=True):
+        Lq, Lk = q1 - q0, k1 - k0
+        blocks = slice(first, first + n_blocks(Lq, BLOCK_Q))
+        counts, indices, allowed, skips = (x[:, :, blocks] for x in parts)
+        offset = diagonal_offset(Lq, Lk, packed.align)
+        tokens = TokenMask(Lq, Lk, call.is_causal, offset)
+        lists = indices[..., : n_blocks(Lk, BLOCK_K)].contiguous()
+        yield plan_from_lists(counts.contiguous(), lists, allowed.contiguous(), tokens), skips
+        first = blocks.stop

@@ -1,0 +1,128 @@
+"""NOUN the GPUs that kernels are compiled for: what their compiler is told, and their limits.
+
+Every number is from a vendor's document, named beside it; none was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+KB = 1024
+MMA, WARP_GROUP_MMA, TENSOR_MEMORY_MMA = "[IHQ]MMA", "[IHQ]GMMA", "UTC[IHQ]MMA"
+WARP_ISSUES = 4
+"""Warp instructions that a multiprocessor issues per clock, NVIDIA 8.0 to 12.0."""
+MUFU_CLOCKS = 8
+"""Clocks of one scheduler per warp instruction of the special function unit: 16 results per clock
+and multiprocessor (CUDA C++ Programming Guide, arithmetic throughput)."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """name: as the backend names the architecture. shared: bytes of shared memory that one program
+    may have. warps, programs, shared_all, registers: of a multiprocessor. macs: multiply-adds per
+    clock and multiprocessor by kind of matrix product, at the vendor's dense rates with 32-bit
+    sums. matrix: a pattern of the opcodes of its matrix instructions."""
+
+    name: str
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared: int
+    warps: int
+    programs: int
+    shared_all: int
+    registers: int
+    macs: dict[str, int]
+    source: str
+    matrix: str = MMA
+
+    @property
+    def reads_async(self) -> bool:
+        """Matrix instructions read shared memory while the kernel goes on, so Triton keeps one
+        buffer more."""
+        return self.matrix in (WARP_GROUP_MMA, TENSOR_MEMORY_MMA)
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.backend == "cuda"
+
+    def gpu_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.backend, self.arch, self.warp_size)
+
+
+_GUIDE = "CUDA C++ Programming Guide, technical specifications; rates: "
+_GEFORCE = {"int8": 1024, "half": 256, "fp8": 512}  # professional cards: twice the half and fp8
+
+
+def _nvidia(
+    arch: int,
+    shared: int,
+    warps: int,
+    programs: int,
+    macs: dict[str, int],
+    rates: str,
+    matrix: str = MMA,
+) -> Target:
+    return Target(
+        name=f"sm_{arch}",
+        backend="cuda",
+        arch=arch,
+        warp_size=32,
+        shared=(shared - 1) * KB,
+        warps=warps,
+        programs=programs,
+        shared_all=shared * KB,
+        registers=65536,
+        macs=macs,
+        source=_GUIDE + rates,
+        matrix=matrix,
+    )
+
+
+_AMD_CU = {"backend": "hip", "shared": 64 * KB, "shared_all": 64 * KB}
+
+TARGETS = {
+    target.name: target
+    for target in (
+        _nvidia(80, 164, 64, 32, {"int8": 2048, "half": 1024}, "A100 whitepaper"),
+        _nvidia(86, 100, 48, 16, {"int8": 1024, "half": 256}, "GA102 whitepaper, GeForce"),
+        _nvidia(89, 100, 48, 24, _GEFORCE, "Ada whitepaper, GeForce"),
+        _nvidia(
+            *(90, 228, 64, 32, {"int8": 4096, "half": 2048, "fp8": 4096}),
+            *("H100 whitepaper", WARP_GROUP_MMA),
+        ),
+        _nvidia(
+            *(100, 228, 64, 32, {"int8": 8192, "half": 4096, "fp8": 8192}),
+            *("B200 data sheet", TENSOR_MEMORY_MMA),
+        ),
+        _nvidia(120, 100, 48, 24, _GEFORCE, "RTX Blackwell whitepaper, GeForce"),
+        Target(
+            **_AMD_CU,  # type: ignore[arg-type]
+            name="gfx942",
+            arch="gfx942",
+            warp_size=64,
+            warps=32,
+            programs=32,
+            registers=4 * 512 * 64,
+            macs={"int8": 2048, "half": 1024, "fp8": 2048},
+            source="CDNA 3 instruction set and white paper",
+            matrix="v_mfma",
+        ),
+        Target(
+            **_AMD_CU,  # type: ignore[arg-type]
+            name="gfx1100",
+            arch="gfx1100",
+            warp_size=32,
+            warps=32,
+            programs=32,
+            registers=2 * 1536 * 32,
+            macs={"int8": 256, "half": 256},
+            source="RDNA 3 instruction set and white paper",
+            matrix="v_wmma",
+        ),
+    )
+}
+NVIDIA = tuple(name for name, target in TARGETS.items() if target.is_nvidia)

@@ -1,0 +1,107 @@
+"""`sparge bench --static`: the GPU kernels compiled for GPUs that are not here, and judged.
+
+Nothing is run or measured. The exit code is 1 if a rule fails: a kernel does not compile, spills
+registers, needs too much shared memory, lacks its matrix instructions, loads too little ahead, or
+has more instructions than recorded; or a call launches too much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from importlib.metadata import version
+from typing import Any
+
+from ..bench.static.chain import CALLS, chain_of
+from ..bench.static.compile import need_compiler
+from ..bench.static.ratchet import LEAST_REASON, read_ratchet, update_ratchet
+from ..bench.static.static_tables import (
+    chain_row,
+    chain_table,
+    estimate_table,
+    row_of,
+    rules_table,
+)
+from ..bench.static.suite import compile_all, failures, judge, recorded_by, tasks_of
+from ..bench.static.targets import TARGETS
+from ..bench.static.variants import default_variants, full_variants
+from ..report.machine import where_it_runs
+from . import BAD_RESULT, OK
+from .arguments import check_file, words
+from .screen import console, deliver, progress, show_table
+
+FORMAT = "sparge.bench.static/1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sparge bench --static")
+    add = group.add_argument
+    about = "compile the GPU kernels for GPUs that are not here, and check them; --full: all"
+    add("--static", action="store_true", help=about)
+    add("--targets", type=words, metavar="NAME,…", help=f"default: {','.join(TARGETS)}")
+    add("--variants", type=words, metavar="WORD,…", help="kernel variants containing a word")
+    add("--update-ratchet", metavar="REASON", help="record the instruction counts, and say why")
+
+
+def run(args: argparse.Namespace) -> int:
+    targets, variants = wanted(args)
+    need_compiler()
+    start = time.perf_counter()
+    tasks = tasks_of(variants, targets)
+    with progress("compiling", len(tasks)) as step:
+        made = compile_all(tasks, step=step)
+    chains = [chain_of(variant) for variant in CALLS]
+    changed: list[str] = []
+    if args.update_ratchet is not None:
+        changed = update_ratchet(recorded_by(made), args.update_ratchet)
+    ratchet = read_ratchet()
+    order = {name: i for i, name in enumerate(targets)}
+    names = {variant.name: i for i, variant in enumerate(variants)}
+    made.sort(key=lambda x: (names[x.variant], x.kernel, order[x.target]))
+    results = [judge(each, ratchet) for each in made]
+    missed = [*failures(results), *(why for chain in chains for why in chain.failures)]
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        **where_it_runs(),
+        "triton": version("triton"),
+        "took_seconds": time.perf_counter() - start,
+        "targets": {name: TARGETS[name].source for name in targets},
+        "rows": [row_of(result) for result in results],
+        "chains": [chain_row(chain) for chain in chains],
+        "ratchet_changed": changed,
+        "missed": missed,
+    }
+
+    def show() -> None:
+        screen = console()
+        for table in (rules_table(document), estimate_table(document), chain_table(document)):
+            show_table(screen, table)
+        for why in missed:
+            print(f"sparge: {why}", file=sys.stderr)
+
+    deliver(document, args, show)
+    return BAD_RESULT if missed else OK
+
+
+def wanted(args: argparse.Namespace) -> tuple[list[str], list[Any]]:
+    """The targets and variants that were asked for, or ValueError."""
+    if args.output is not None:
+        check_file(args.output)
+    reason = args.update_ratchet
+    if reason is not None and len(reason.strip()) < LEAST_REASON:
+        raise ValueError(f"--update-ratchet must say why the numbers change, got {reason!r}")
+    targets = args.targets or list(TARGETS)
+    for name in targets:
+        if name not in TARGETS:
+            raise ValueError(f"--targets: unknown target {name!r}; known: {', '.join(TARGETS)}")
+    every = full_variants() if args.full else default_variants()
+    variants = [
+        variant
+        for variant in every
+        if not args.variants or any(word in variant.name for word in args.variants)
+    ]
+    if not variants:
+        known = ", ".join(variant.name for variant in every)
+        raise ValueError(f"--variants: none contains {' or '.join(args.variants)}; known: {known}")
+    return targets, variants

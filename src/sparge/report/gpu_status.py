@@ -1,0 +1,130 @@
+"""The accelerators, as `sparge doctor` reports them: launch configuration and cost of each card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..backends import cost_file as cache
+from ..backends.crossover import Crossover
+from ..backends.triton import NAME, calibrate
+from ..backends.triton.architectures import architecture_of
+from ..backends.triton.cost import COST, key_of, triton_version
+from ..backends.triton.roofline import card_of
+from ..dispatch import get_backend
+from .crossover_status import cost_file_path, crossover_rows
+
+VERIFIED = "verified by interpreter and ahead-of-time compilation, see docs/backends.md"
+CALIBRATE = "`sparge doctor --calibrate` measures it"
+
+
+def gpu_status(*, measure: bool) -> dict[str, Any]:
+    """triton: its version, or None. cards: one entry for each kind of card; of several equal ones
+    the first is looked at, and calibrated if `measure`."""
+    cards: dict[tuple[str, ...], dict[str, Any]] = {}
+    for kind, index in _each_device():
+        card = card_of(kind, index)
+        key = key_of(card)
+        known = cards.setdefault(
+            tuple(key.values()),
+            {"device": kind, "indices": [], "name": card.name, "architecture": card.architecture},
+        )
+        known["indices"].append(index)
+        if "cost" not in known:
+            known["launch"] = _launch(kind)
+            known["cost"] = _measured_now(kind) if measure else _cached(kind, key)
+    return {"triton": triton_version(), "cards": list(cards.values())}
+
+
+def _each_device() -> Iterator[tuple[str, int]]:
+    """Type and index of every accelerator, which is the current device meanwhile."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return
+    for index in range(torch.accelerator.device_count()):
+        with torch.accelerator.device_index(index):
+            yield accelerator.type, index
+
+
+def _launch(kind: str) -> dict[str, Any] | str:
+    """How kernels are launched, or why they are not."""
+    found = architecture_of(kind)
+    if isinstance(found, str):
+        return found
+    fp8 = None if found.fp8 is None else str(found.fp8).removeprefix("torch.")
+    return {**asdict(found.tiles), "fp8": fp8, "shared": found.shared, "source": found.source}
+
+
+def _measured_now(kind: str) -> dict[str, Any]:
+    try:
+        measured = calibrate.measure(get_backend(NAME), kind)
+    except Exception as error:  # a kernel may fail on a card that nobody has tried; doctor goes on
+        return _cost(COST.crossover(kind), failure=f"{type(error).__name__}: {error}")
+    return _cost(measured, "measured now", why=COST.adopt(measured, kind))
+
+
+def _cached(kind: str, key: dict[str, str]) -> dict[str, Any]:
+    _, why = cache.read(key, complete=False)
+    return _cost(COST.crossover(kind), "measured before", why=why)
+
+
+def _cost(
+    found: Crossover | str, state: str = "", *, why: str = "", failure: str = ""
+) -> dict[str, Any]:
+    """source: "measured", "estimate" or "none". why: why it is not stored, or was not read."""
+    if isinstance(found, str):
+        return {"source": "none", "state": found, "why": why, "failure": failure}
+    names = ("date", "took", "noise", "steady")
+    return {
+        "source": found.source,
+        "state": state if found.measured else found.words,
+        "why": why,
+        "failure": failure,
+        "file": cost_file_path(found.key) if found.measured and not why else None,
+        **{name: getattr(found, name) for name in names if found.measured},
+        "rows": crossover_rows(found),
+        "costs": cache.to_dict(found)["costs"],
+    }
+
+
+def gpu_lines(status: dict[str, Any]) -> dict[str, str]:
+    """The status as text, by heading."""
+    version = status["triton"]
+    triton = f"triton {version} installed" if version else "triton is not installed"
+    if not status["cards"]:
+        return {"gpu": f"{triton}; no device: {VERIFIED}"}
+    lines = {}
+    for card in status["cards"]:
+        heading = f"gpu {', '.join(map(str, card['indices']))}"
+        lines[heading] = f"{card['name']} ({card['architecture']}); {triton}"
+        lines[f"{heading}, launch"] = _launch_text(card["launch"])
+        lines[f"{heading}, crossover"] = _cost_text(card["cost"])
+        if card["cost"]["failure"]:
+            lines[f"{heading}, failed"] = card["cost"]["failure"]
+    return lines
+
+
+def _launch_text(launch: dict[str, Any] | str) -> str:
+    if isinstance(launch, str):
+        return f"none: {launch}"
+    branch = "branches around skipped blocks" if launch["branch"] else "zeroes skipped blocks"
+    return (
+        f"{launch['block_m']} queries per program, {launch['num_warps']} warps, "
+        f"{launch['num_stages']} stages, {branch}; fp8 {launch['fp8'] or 'none'}; "
+        f"{launch['shared'] // 1024} KB of shared memory; {launch['source']}"
+    )
+
+
+def _cost_text(cost: dict[str, Any]) -> str:
+    if cost["source"] == "none":
+        return f"dense attention: {cost['state']}; {CALIBRATE}"
+    if cost["source"] == "estimate":
+        return f"{cost['state']}; {CALIBRATE}"
+    unsteady = "" if cost["steady"] else "; not steady: --calibrate again on a quiet card"
+    return (
+        f"{cost['state']}, {cost['date']}, in {cost['took']:.1f} s, a median turn "
+        f"{cost['noise']:.2f}x the fastest{unsteady}; kept in {cost['file'] or cost['why']}"
+    )

@@ -1,0 +1,111 @@
+"""What the Triton backend refuses, with reasons; in a process without a GPU, and pretending one."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+import sparge
+from calls import a_call, tensors
+from sparge import Recipe, Unsupported
+from sparge.backends.triton import architectures
+from sparge.dispatch import choose
+from sparge.host import Device, Host
+
+triton_backend = importlib.import_module("sparge.backends.triton")
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A host whose cuda device is of an architecture."""
+
+    def pretend(name):
+        made = Host("x", {"cuda": Device("cuda", "a card", name)})
+        for module in (importlib.import_module("sparge.dispatch.choose"), architectures):
+            monkeypatch.setattr(module, "host", lambda kind="cpu": made)
+
+    return pretend
+
+
+def why(**facts):
+    with pytest.raises(Unsupported) as caught:
+        choose(a_call(**facts), "triton")
+    return caught.value.reasons["triton"]
+
+
+def test_it_runs_on_gpus_and_says_so(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        Unsupported, match=r"it runs on GPUs \(cuda, xpu\), and the tensors are on c"
+    ):
+        sparge.attention(*tensors(), backend="triton")
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_121", "gfx942:sramecc+:xnack-", "gfx1201"])
+def test_architectures_that_are_served(pretend, name):
+    pretend(name)
+    choice = choose(a_call(device="cuda"), "triton")
+    assert choice.backend == "triton"
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        (
+            "sm_75",
+            "sm_75 is too old: it has no int8 and bf16 matrix instructions; served are sm_80",
+        ),
+        ("gfx906", "the architecture gfx906 is not known; served are sm_80"),
+        ("", "the architecture of this device is not known"),
+    ],
+)
+def test_other_architectures_are_refused_with_those_served(pretend, name, reason):
+    pretend(name)
+    assert why(device="cuda").startswith(reason)
+
+
+def test_fp8_is_refused_where_there_is_none(pretend):
+    fast = Recipe(precision="int8-fast")
+    pretend("sm_80")
+    assert "sm_80 has no fp8 matrix instructions" in why(device="cuda", recipe=fast)
+    assert "use precision 'int8'" in why(device="cuda", recipe=fast)
+    pretend("sm_89")
+    assert choose(a_call(device="cuda", recipe=fast), "triton").backend == "triton"
+
+
+def test_float64_is_left_to_the_reference(pretend):
+    pretend("sm_90")
+    assert "float64" in why(device="cuda", dtype=torch.float64)
+
+
+def test_a_missing_or_old_triton_is_named(pretend, monkeypatch):
+    pretend("sm_90")
+    for version, reason in (
+        (None, "triton is not installed"),
+        ("3.1.0", "triton 3.1.0 is too old; 3.4 or newer is needed"),
+    ):
+        spec = None if version is None else object()
+        monkeypatch.setattr(triton_backend.util, "find_spec", lambda name, spec=spec: spec)
+        monkeypatch.setattr(triton_backend.metadata, "version", lambda name, v=version: v)
+        monkeypatch.setattr(triton_backend, "MISSING", triton_backend.why_missing())
+        assert reason in why(device="cuda")
+
+
+def test_every_row_of_the_table_has_tiles_for_every_call():
+    for name, architecture in architectures.TABLE.items():
+        for precision in ("int8", "int8-fast", "half", "exact"):
+            for D in (1, 64, 65, 128, 129, 256):
+                for filters in (False, True):
+                    tiles = architecture.tiles_for(precision, D, filters=filters)
+                    assert 128 % tiles.block_m == 0, name
+                    assert tiles.block_m >= 16
+        assert architecture.source
+
+
+def test_an_assumed_architecture_ends_with_its_block():
+    assert not architectures.assumed()
+    with architectures.assume("sm_90") as found:
+        assert architectures.architecture_of("cuda") is found
+    assert not architectures.assumed()
