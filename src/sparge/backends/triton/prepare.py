@@ -25,7 +25,8 @@ from .shapes import block_dim, held_in, most_of, rotated, tl_type, unit_rows, va
 
 _OPTIONS = {"num_warps": 8, "num_stages": 2}
 _MANY_WARPS = {"num_warps": 16, "num_stages": 1}
-"""For 128 rows of 128 channels and more, which are rotated in registers."""
+"""For 128 rows of 128 channels and more, which are rotated in registers at once; a second rotation
+needs more registers than a thread of so many may have."""
 CHUNKS = 64
 
 
@@ -164,7 +165,7 @@ def _queries(
         launch(
             prepare_kernel.prepare_queries,
             (n_q, Hq, B),
-            _OPTIONS if BLOCK_D < 128 else _MANY_WARPS,
+            _MANY_WARPS if BLOCK_D >= 128 and rotated(call.D) == call.D else _OPTIONS,
             q=query,
             means=mean,
             **given,

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -82,6 +83,7 @@ def compile_task(task: Task) -> list[Made]:
         return [failed(task, "launching", reason_of(error))]
     made: list[Made] = []
     seen: set[str] = set()
+    names: Counter[str] = Counter()
     for stage in variant.stages:
         for launch in by_stage.get(stage, ()):
             intent = intent_of(variant, launch, stage, target)
@@ -94,7 +96,11 @@ def compile_task(task: Task) -> list[Made]:
             except Exception as error:
                 made.append(failed(task, launch.name, reason_of(error)))
             else:
-                made.append(Made(variant.name, launch.name, target, intent, compiled))
+                # A kernel that a call launches in several forms has a number for each.
+                names[launch.name] += 1
+                n = names[launch.name]
+                name = launch.name if n == 1 else f"{launch.name} #{n}"
+                made.append(Made(variant.name, name, target, intent, compiled))
     return made
 
 

@@ -16,7 +16,7 @@ import torch
 from ...backends.triton.launch import Launch, watch_launches
 from ...call import Call, Inputs
 from ...check import check_call
-from ...recipe import DEFAULT, KeepAll, KeepMass, Recipe
+from ...recipe import DEFAULT, KeepAll, KeepError, KeepMass, Recipe
 from ...tokenmask import TokenMask
 from .checks import Intent, LoopIntent
 from .targets import TARGETS
@@ -29,15 +29,18 @@ MOST = {"sm_80": 530, "sm_89": 530, "sm_120": 530, "sm_90": 440}
 """Instructions for one tile of 128 x 64, head dim 128, in the loop without masks, int8."""
 
 
+SOME = ("sm_80", "sm_90", "gfx942")
 KNOWN_SPILLS = {
     ("sm_120", "int8-fast", 128): 160,
+    ("sm_90", "int8", 80): 16,
     ("gfx1100", "half", 64): 60,
     ("gfx1100", "half", 128): 60,
     ("gfx1100", "int8", 256): 80,
     ("gfx1100", "exact", 64): 160,
 }
 """By target, precision and head dim: bytes on NVIDIA, registers on AMD. Smaller tiles spill less on
-sm_120 but compute half as much at a time; on gfx1100 no tile that was tried spills nothing."""
+sm_120 but compute half as much at a time; on gfx1100 no tile that was tried spills nothing. Head
+dims that are no power of two are rotated twice, by prepare_queries."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,9 @@ def launches_of(variant: Variant, target: str) -> dict[str, list[Launch]]:
 
 def intent_of(variant: Variant, launch: Launch, stage: str, target: str) -> Intent:
     """What the attention kernel's loops are meant to be; other kernels' loops are not judged."""
+    known = KNOWN_SPILLS.get((target, variant.recipe.precision, variant.D), 0)
     if stage != "attend":
-        return Intent()
+        return Intent(spills=known)
     recipe, ahead = variant.recipe, int(launch.options.get("num_stages", 1)) - 1
     products = PRODUCTS[recipe.precision]
     plain = recipe.precision == "int8" and recipe.pv_skip is None
@@ -124,7 +128,7 @@ def intent_of(variant: Variant, launch: Launch, stage: str, target: str) -> Inte
     if recipe.pools:  # its V is never in fp8, and tiles without entries are branched around
         pooled = PRODUCTS["int8"] if recipe.quantized else products
         loops.append(LoopIntent("pooled", pooled))
-    return Intent(tuple(loops), KNOWN_SPILLS.get((target, recipe.precision, variant.D), 0))
+    return Intent(tuple(loops), known)
 
 
 def _attend(
@@ -154,6 +158,16 @@ def default_variants() -> list[Variant]:
         _attend("half", 128, pool=False),
         _attend("int8", 256, pool=False),
         replace(_attend("exact", 64, pool=False), dtype=torch.float32),
+        # Kernels that the default recipe does not launch: one target of each kind.
+        Variant(
+            "error budget",
+            Recipe(KeepError(0.05), skipped="pool"),
+            64,
+            stages=("select",),
+            targets=SOME,
+        ),
+        Variant("head dim 80", DEFAULT, 80, stages=("prepare",), targets=SOME),
+        Variant("mask", Recipe(), 64, stages=("predict",), mask=True, targets=SOME),
     ]
 
 
