@@ -3,7 +3,7 @@
 # build/gpu-check.json to share. It has an environment of its own, .venv-gpu: that of the other targets may hold a
 # torch without GPU support. PyPI's torch for Linux is the CUDA build; for other cards choose the index:
 #
-#   PIP_INDEX_URL=https://download.pytorch.org/whl/rocm… PIP_EXTRA_INDEX_URL=https://pypi.org/simple make gpu-check
+#   PIP_INDEX_URL=(the index of torch for ROCm) PIP_EXTRA_INDEX_URL=(that of everything else) make gpu-check
 #
 # Arguments are those of `python -m benchmarks.gpu_check`.
 set -euo pipefail
@@ -26,7 +26,7 @@ fi
     "of Intel. Nothing was installed or run. Without a GPU, \`make test\` and \`sparge bench --static\` check what can be."
 if [ "$vendor" != NVIDIA ] && [ -z "${PIP_INDEX_URL:-}" ] && [ ! -e .venv-gpu/.done ]; then
     stop "an $vendor card needs a torch that was built for it. Set PIP_INDEX_URL to its index (pytorch.org lists them)" \
-        "and PIP_EXTRA_INDEX_URL=https://pypi.org/simple, then run it again. Nothing was installed or run."
+        "and PIP_EXTRA_INDEX_URL to that of everything else, then run it again. Nothing was installed or run."
 fi
 
 # A build directory of its own, too: a native core is built against one torch.
