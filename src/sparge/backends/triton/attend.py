@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...blockplan import BlockPlan
 from ...call import Call, Inputs
-from ...geometry import BLOCK_Q
+from ...geometry import BLOCK_K, BLOCK_Q
 from ...qtensor import QTensor
 from ...stages import Attended, Prepared
 from ...tokenmask import TokenMask
@@ -85,7 +85,7 @@ def _attend(
     which: int = EVERY_HEAD,
 ) -> None:
     attend_lists(
-        call, prepared, plan.counts, tokens, lists, _pools(call, prepared, plan, tokens), done,
+        call, prepared, plan.counts, tokens, lists, _pools(prepared, plan, tokens), done,
         raised=raised, which=which,
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def value_arguments(call: Call, prepared: Prepared) -> dict[str, Any]:
     value, BLOCK_DV = prepared.operands.value, value_dim(call.Dv)
     given: dict[str, Any] = {"DV": call.Dv, "BLOCK_DV": BLOCK_DV}
     if isinstance(value, QTensor):
-        rows = n_key_blocks(call, prepared) * 64
+        rows = n_key_blocks(call, prepared) * BLOCK_K
         codes = padded(value.codes.transpose(2, 3), BLOCK_DV, rows)
         strides = [codes.stride(0), codes.stride(1), 1, codes.stride(2)]
         given |= {"v": codes, "v_scale": value.scale.contiguous(), "FAST": True}
@@ -190,7 +190,7 @@ def pooled_arguments(call: Call, prepared: Prepared, pools: Tensor | None) -> di
     if entries is None or pools is None:
         names = ("pooled_k", "pooled_v", "pooled_scale", "pools")
         return {**dict.fromkeys(names), "POOL_GROUP": 0}
-    n = n_key_blocks(call, prepared) * (64 // entries.group)
+    n = n_key_blocks(call, prepared) * (BLOCK_K // entries.group)
     assert isinstance(entries.value, Tensor)
     key, scale = entries.key, None
     if isinstance(key, QTensor):
@@ -205,7 +205,7 @@ def pooled_arguments(call: Call, prepared: Prepared, pools: Tensor | None) -> di
     }
 
 
-def _pools(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Tensor | None:
+def _pools(prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Tensor | None:
     """Which blocks are pooled: as `select` of this call noted, or found from the plan."""
     if prepared.pooled is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,8 +124,6 @@ def _step_errors(
 
 
 def _exact_outputs(call: Call, prepared: OnDevice, tokens: TokenMask, rows: Tensor) -> Tensor:
-    from dataclasses import replace
-
     own = replace(call, recipe=replace(call.recipe, precision="exact", skipped="drop"))
     if call.recipe.pools:
         own = replace(own, recipe=replace(own.recipe, pool_group=64))

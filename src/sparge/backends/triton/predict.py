@@ -49,13 +49,14 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
     if recipe.predictor == "mean":
         least = recipe.min_similarity
         judged = least is not None
+        tiles = packed.tiles(16)
         launch(
             predict_kernel.predict_means,
-            (_programs(n_q, 16, packed), call.Hq, call.B),
+            (_programs(n_q, 16, tiles), call.Hq, call.B),
             {"num_warps": 4, "num_stages": 2},
             k_similarity=found.k_similarity,
             least=per_head(least, call.Hq, -1.0, 1.0, torch.float32, device) if judged else None,
-            tiles=packed.tiles(16),
+            tiles=tiles,
             scale_log2=call.scale * LOG2E,
             BLOCK_D=block_dim(call.D),
             MASK=mask_arguments(tokens)["MASK"],
@@ -68,12 +69,13 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
     per_block = int(triton.next_power_of_2(recipe.sample_rows))
     blocks = max(1, ROWS_AT_ONCE // per_block)
     rows = n_q * min(recipe.sample_rows, 128) * call.Hq * call.B
+    tiles = packed.tiles(blocks)
     launch(
         predict_kernel.predict_rows,
-        (_programs(n_q, blocks, packed), call.Hq, call.B),
+        (_programs(n_q, blocks, tiles), call.Hq, call.B),
         {"num_warps": architecture.row_warps, "num_stages": 2},
         touched={"q": rows * call.D, "q_scale": rows},
-        tiles=packed.tiles(blocks),
+        tiles=tiles,
         **query_arguments(call, prepared),
         **key_arguments(call, prepared),
         **mask_arguments(tokens),
@@ -87,8 +89,7 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
     return mass
 
 
-def _programs(n_q: int, per_tile: int, packed: Packed) -> int:
-    tiles = packed.tiles(per_tile)
+def _programs(n_q: int, per_tile: int, tiles: Tensor | None) -> int:
     return -(-n_q // per_tile) if tiles is None else len(tiles)
 
 
