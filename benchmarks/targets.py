@@ -17,7 +17,7 @@ from sparge.cli.screen import console, show_table
 from sparge.report.table import Table
 
 TABLES = {
-    "sparge.bench/3": bench_targets.targets_table,
+    **dict.fromkeys(bench_targets.BY_FORMAT, bench_targets.targets_table),
     "sparge.eval/2": eval_targets.targets_table,
 }
 

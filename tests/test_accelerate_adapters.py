@@ -137,13 +137,14 @@ def test_transformers_models_still_find_their_own(plain):
 def test_a_model_that_no_adapter_takes_names_each_with_its_reason(plain):
     with pytest.raises(sparge.Unsupported) as caught:
         sparge.accelerate(nn.Linear(2, 2))
-    assert list(caught.value.reasons) == ["plain", "transformers"]
+    assert list(caught.value.reasons) == ["plain", "transformers", "diffusers", "torch"]
     assert caught.value.reasons["plain"] == "it has no PlainAttention"
     assert "attention interface" in caught.value.reasons["transformers"]
+    assert "scaled_dot_product_attention" in caught.value.reasons["torch"]
 
 
 def test_a_name_is_registered_once(plain):
-    for name in ("plain", "transformers"):
+    for name in ("plain", "transformers", "diffusers", "torch"):
         again = PlainAdapter()
         again.name = name
         with pytest.raises(ValueError, match=f"name must be free, got '{name}'"):

@@ -143,7 +143,7 @@ def test_it_prints_and_is_plain_json():
     assert f"density {report.density:.3f}, error {report.error:.4f}" in text
     assert len({len(line.rstrip()) > 0 for line in text.splitlines()}) == 1
     data = json.loads(json.dumps(report.to_dict()))
-    assert data["format"] == "sparge.report/2"
+    assert data["format"] == "sparge.report/3"
     assert data["density"] == report.density
     assert data["error"] == report.error
     assert [layer["name"] for layer in data["layers"]] == [x.name for x in report.layers]

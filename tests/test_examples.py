@@ -69,7 +69,24 @@ def varlen(out):
     assert "merged equals whole: True" in out
 
 
-CHECKS = [drop_in_sdpa, transformers_model, tuning, plans_and_pictures, error_budget, varlen]
+def diffusers_pipeline(out):
+    assert "own attention 1x" in out
+    steps = numbers(r"(\d\.\d\d)", re.search(r"density by step: (.*)", out)[1])
+    assert len(steps) == 5
+    assert steps[0] == 1.0
+    assert max(steps[1:]) < 1.0
+    assert "grids of visual tokens: 4×16×16" in out
+
+
+CHECKS = [
+    drop_in_sdpa,
+    transformers_model,
+    tuning,
+    plans_and_pictures,
+    error_budget,
+    varlen,
+    diffusers_pipeline,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

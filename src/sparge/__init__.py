@@ -14,8 +14,9 @@ from .integrations import accelerate
 from .merge import merge
 from .profile import Profile
 from .qtensor import QTensor
-from .recipe import DEFAULT, KeepAll, KeepError, KeepFraction, KeepMass, Recipe
+from .recipe import DEFAULT, VISION, KeepAll, KeepError, KeepFraction, KeepMass, Recipe
 from .record import Run, record
+from .schedule import Schedule
 from .varlen import attention_varlen
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "BLOCK_K",
     "BLOCK_Q",
     "DEFAULT",
+    "VISION",
     "Backend",
     "BlockPlan",
     "Choice",
@@ -36,6 +38,7 @@ __all__ = [
     "QTensor",
     "Recipe",
     "Run",
+    "Schedule",
     "Unsupported",
     "accelerate",
     "attend",
@@ -53,6 +56,6 @@ __all__ = [
 
 def __getattr__(name: str) -> _Any:
     """The parts that are imported when they are first named."""
-    if name in ("compat", "tune", "zoo"):
+    if name in ("compat", "renders", "reorder", "tune", "zoo"):
         return _import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -327,5 +327,11 @@ def _keep_from_dict(data: Any) -> Keep:
 DEFAULT = Recipe(KeepMass(0.97), skipped="pool")
 """Where no recipe is given. Chosen on a real model by perplexity, needles, error and time (LAB.md);
 `Recipe()` itself drops what it skips, as the paper does."""
+VISION = Recipe(KeepError(0.05), skipped="pool", pool_group=8, sample_rows=8)
+"""Where no recipe is given for an image or video model. Chosen on SAM 2, a terrain model and
+synthetic video (LAB.md). How much must be kept differs tenfold between layers and noise levels, so
+the error is the knob. Query blocks along a Hilbert curve are patches, whose rows differ more than
+those of a line: eight rows predict better than four. Groups of eight keys are small patches, too,
+and their means say much of them."""
 EXACTLY = replace(DEFAULT, skipped="drop")
 """Where no recipe is given for blocks that the caller chose: no others may contribute."""

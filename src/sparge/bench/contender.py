@@ -108,7 +108,7 @@ class Contender:
             no_blocks = f"no blocks to give it; {entry.backend} says: {why}"
             self.why_not = why if entry.kind == SPARSE else no_blocks
             return
-        self.plan = make_plan(*self.inputs[:2], **options)
+        self.plan = make_plan(*self.inputs[:2], **options, value=self.inputs[2])
         if entry.kind == SPARSE:
             self.attend = partial(attention, *self.inputs, **options)
         else:

@@ -118,7 +118,8 @@ def _error(inputs: Inputs, truth: Truth, name: str, recipe: Recipe) -> float:
     expected = truth.dense
     if not isinstance(recipe.keep, KeepAll):
         plan, meant = (
-            make_plan(*inputs[:2], backend=each, **options) for each in (name, "reference")
+            make_plan(*inputs[:2], backend=each, value=inputs[2], **options)
+            for each in (name, "reference")
         )
         others = int((plan.to_mask() ^ meant.to_mask()).sum()) / int(meant.counts.sum())
         if others > OTHER_BLOCKS:

@@ -19,11 +19,11 @@ from ..errors import Unsupported
 
 OK, BAD_RESULT, MISTAKE, UNSUPPORTED, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = {
-    "demo": "read a long document with a real model, dense and sparse, and write a report page",
+    "demo": "run real models, dense and sparse, and write a page: a long document, or --vision",
     "doctor": "show this machine, its backends, and run a self-check",
     "explain": "show which backend a call would use, and why the others would not serve it",
-    "eval": "measure a language model with sparge: prefill time, perplexity, needles, error",
-    "trace": "save a model's queries, keys and values on real texts, for tuning elsewhere",
+    "eval": "measure a model, dense and sparse: a language model, a pipeline, a module of the zoo",
+    "trace": "save a model's queries, keys and values on real inputs, for tuning elsewhere",
     "tune": "find settings for every head under error bounds or a budget of the output",
     "profile": "show, compare or check a tuned profile",
     "bench": "measure attention against torch's SDPA and FlexAttention, stage by stage",

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..recipe import Recipe
+from ..reorder import check_order
+from ..schedule import Schedule
+from ..support.json_text import parse_json, short
 
 MODEL = "smollm2-135m-instruct"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RECIPE_BYTES = 1 << 20  # largest recipe file that is read
+LANGUAGE, PIPELINE, MODULE = "a language model", "a diffusers pipeline", "a module of the zoo"
 
 
 def whole(text: str) -> int:
@@ -45,6 +51,33 @@ def recipe(text: str) -> Recipe:
         raise argparse.ArgumentTypeError(str(mistake)) from None
 
 
+def schedule(text: str) -> Schedule:
+    """A JSON object, or a file that holds one."""
+    try:
+        return Schedule.from_json(text if text.lstrip().startswith("{") else _read_small(text))
+    except (ValueError, TypeError) as mistake:
+        raise argparse.ArgumentTypeError(str(mistake)) from None
+
+
+def order(text: str) -> str:
+    """The name of an order of tokens."""
+    try:
+        return check_order(text)
+    except ValueError as mistake:
+        raise argparse.ArgumentTypeError(str(mistake)) from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        found = parse_json(text, "it")
+    except ValueError as mistake:
+        raise argparse.ArgumentTypeError(str(mistake)) from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {short(found)}")
+    return found
+
+
 def _read_small(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
@@ -68,13 +101,46 @@ def add_recipe(parser: Any, **options: Any) -> None:
     parser.add_argument("--recipe", type=recipe, **about)
 
 
+def kind_of(model: str) -> str:
+    """What kind of model a name or directory is of; a language model where nothing else is seen."""
+    from ..renders.open_pipeline import is_pipeline
+    from ..zoo import MODELS
+    from ..zoo.kinds import CONFIG, KINDS
+
+    if model in MODELS:
+        return LANGUAGE if KINDS[MODELS[model].kind].build is None else MODULE
+    if is_pipeline(model):
+        return PIPELINE
+    try:
+        facts = json.loads((Path(model) / CONFIG).read_text(encoding="utf-8"))
+        return MODULE if facts.get("kind") in KINDS else LANGUAGE
+    except (OSError, ValueError, AttributeError):
+        return LANGUAGE
+
+
+def refuse_options(args: argparse.Namespace, names: Iterable[str], kind: str) -> None:
+    """Raise ValueError if an option was given that says nothing to this kind of model."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value is not False:  # 0 is given
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is not for {kind}, which {args.model} is; leave it out")
+
+
+def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Set options that were not given; until then None tells that."""
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
 def add_model(parser: argparse.ArgumentParser, more: str = "", **options: Any) -> None:
-    about = "a model of the zoo, or a directory that transformers can load"
+    about = "a model of the zoo, or a directory that transformers or diffusers can load"
     more = "; default: %(default)s" if "default" in options else more
     parser.add_argument("--model", metavar="NAME|DIR", help=f"{about}{more}", **options)
 
 
-def add_text(parser: argparse.ArgumentParser, more: str = "", **options: Any) -> None:
+def add_text(parser: Any, more: str = "", **options: Any) -> None:
     about = f"a text of the zoo, or a file{more}; default: essays"
     parser.add_argument("--text", metavar="NAME|FILE", help=about, **options)
 

@@ -2,7 +2,7 @@
 
 Contenders take turns within each round; figures are medians over the rounds. Nothing is printed
 if a backend fails the self-check or a row is wrong. `sparge bench error` is bench_error.py,
-`sparge bench --static` is bench_static.py.
+`sparge bench --suite vision` is bench_vision.py, `sparge bench --static` is bench_static.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from ..bench.cases import Case, add_shares_of_peak, measure_cases
 from ..bench.gemm_peak import gemm_peaks, gemm_rates
 from ..bench.lineup import Entry, lineup
 from ..bench.self_check import Check, check_backends, check_sparse, wrong_rows
+from ..bench.vision_table import vision_table
 from ..dispatch import backends
 from ..geometry import MAX_HEAD_DIM
 from ..report.machine import devices, load_average, where_it_runs
 from ..synthetic import MIN_HEAD_DIM
-from . import BAD_RESULT, OK, bench_error, bench_static
+from . import BAD_RESULT, OK, bench_error, bench_static, bench_vision
 from .arguments import add_json, check_file, whole, wholes, words
 from .screen import console, deliver, progress, show_table
 
@@ -33,19 +34,23 @@ FORMAT = "sparge.bench/3"
 LENGTHS = [1024, 4096, 8192]
 FULL_LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
 HEAD_DIMS = [64, 128]
+HEADS = 4
+SUITES = ("speed", "error", "vision")
 DEVICES = ("auto", "cpu", "cuda", "xpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "speed (default), or error: KeepError on adversarial inputs"
-    add("suite", nargs="?", choices=("speed", "error"), default="speed", help=about)
+    about = "speed (default); error: KeepError on adversarial inputs; vision: shapes of models"
+    add("suite", nargs="?", choices=SUITES, help=about)
+    add("--suite", choices=SUITES, dest="suite_option", help="the same, as an option")
     bench_error.add_arguments(parser)
+    bench_vision.add_arguments(parser)
     bench_static.add_arguments(parser)
     add("--lengths", type=wholes, help="default: 1024,4096,8192; with --full 1024 to 32768")
     add("--full", action="store_true", help="all lengths, with 1 and with all threads; hours")
-    add("--heads", type=whole, default=4, help="default: %(default)s")
-    add("--head-dims", type=wholes, default=HEAD_DIMS, help="default: 64,128")
+    add("--heads", type=whole, help=f"default: {HEADS}; of --suite vision: by shape")
+    add("--head-dims", type=wholes, help="default: 64,128")
     add("--causal", action=argparse.BooleanOptionalAction, help="default: both")
     add("--threads", type=wholes, metavar="N,M", help="default: all; with --full 1 and all")
     add("--repeat", type=whole, help="rounds; default: 3 to 25, depending on their duration")
@@ -58,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.suite = wanted_suite(args)
+    if args.suite != "vision":
+        bench_vision.refuse_arguments(args)
     if args.device != "cpu" and (args.suite == "error" or args.static):
         raise ValueError(f"--device is for measuring speed, got --device {args.device}")
     args.device = found_device(args.device)
@@ -67,17 +75,31 @@ def run(args: argparse.Namespace) -> int:
         return bench_error.run(args)
     if args.static:
         return bench_static.run(args)
+    is_vision = args.suite == "vision"
+    shapes = bench_vision.check_arguments(args) if is_vision else []
     check_arguments(args)
-    entries = lineup(args.backends, args.contenders, args.device)
+    entries = [] if is_vision else lineup(args.backends, args.contenders, args.device)
     checks = [*check_backends(args.device), *check_sparse(args.backends, args.device)]
     red = [check for check in checks if check.verdict == "failed"]
     if red:
         return refuse([f"{check.backend} fails the self-check: {check.why}" for check in red])
-    document = measure(args, entries, checks)
+    if is_vision:
+        document = bench_vision.measure(args, shapes, checks)
+    else:
+        document = measure(args, entries, checks)
     if wrong := wrong_rows(document["rows"]):
         return refuse(wrong)
-    deliver(document, args, lambda: show_table(console(), bench_table(document)))
+    table = vision_table if is_vision else bench_table
+    deliver(document, args, lambda: show_table(console(), table(document)))
     return OK
+
+
+def wanted_suite(args: argparse.Namespace) -> str:
+    """Raises ValueError if two suites are named."""
+    named = {name for name in (args.suite, args.suite_option) if name is not None}
+    if len(named) > 1:
+        raise ValueError(f"suite: one at a time, got {args.suite} and --suite {args.suite_option}")
+    return named.pop() if named else "speed"
 
 
 def found_device(asked: str) -> str:
@@ -99,7 +121,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--threads is for --device cpu, got --device {args.device}")
     if args.output is not None:
         check_file(args.output)
-    for dim in args.head_dims:
+    for dim in args.head_dims or ():
         if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
             raise ValueError(
                 f"--head-dims must be from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {dim}"
@@ -119,12 +141,12 @@ def refuse(reasons: list[str]) -> int:
 
 def measure(args: argparse.Namespace, entries: list[Entry], checks: list[Check]) -> dict[str, Any]:
     where, start = where_it_runs(), time.perf_counter()
-    wanted = wanted_cases(args)
+    wanted, heads = wanted_cases(args), args.heads or HEADS
     counts = sorted({case.threads for case in wanted})
     before = gemm_rates(counts, args.device)
     with progress("measuring", len(wanted)) as step:
         made = measure_cases(
-            wanted, entries, heads=args.heads, repeat=args.repeat, step=step, device=args.device
+            wanted, entries, heads=heads, repeat=args.repeat, step=step, device=args.device
         )
         rows = list(made)
     peaks = gemm_peaks(before, gemm_rates(counts, args.device))
@@ -135,7 +157,7 @@ def measure(args: argparse.Namespace, entries: list[Entry], checks: list[Check])
         "load_average_after": load_average(),
         "took_seconds": time.perf_counter() - start,
         "device": args.device,
-        "heads": args.heads,
+        "heads": heads,
         "threads": counts,
         "cases": [asdict(case) for case in wanted],
         "peaks": {str(n): peak for n, peak in peaks.items()},
@@ -150,5 +172,5 @@ def wanted_cases(args: argparse.Namespace) -> list[Case]:
     both = args.full and args.device == "cpu"
     threads = args.threads or (sorted({1, everything}) if both else [everything])
     causal = [True, False] if args.causal is None else [args.causal]
-    wanted = product(lengths, args.head_dims, threads, causal)
+    wanted = product(lengths, args.head_dims or HEAD_DIMS, threads, causal)
     return [Case(length, dim, is_causal, n) for length, dim, n, is_causal in wanted]

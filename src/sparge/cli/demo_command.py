@@ -1,4 +1,7 @@
-"""`sparge demo`: a real model reads one long document, dense and with sparge; writes a page."""
+"""`sparge demo`: a real model reads one long document, dense and with sparge; writes a page.
+
+With --vision, models of pictures show theirs instead (demo_vision.py).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,17 @@ from ..report.machine import machine_text, where_it_runs
 from ..support.atomic_files import replace_file
 from ..support.optional_libraries import need_libraries
 from . import OK
-from .arguments import MODEL, add_json, add_model, add_recipe, add_text, check_file, whole
+from .arguments import (
+    MODEL,
+    add_json,
+    add_model,
+    add_recipe,
+    add_text,
+    check_file,
+    fill_in,
+    whole,
+)
+from .demo_vision import add_vision_options, run_vision
 from .screen import console, deliver, progress, show_table
 
 if TYPE_CHECKING:
@@ -24,24 +37,32 @@ if TYPE_CHECKING:
     from ..showcase.result import Showcase
 
 STEPS = 4  # of a run, besides its prefills: loading, warming up, perplexity, attention maps
+DEFAULTS = {"tokens": 7500, "model": MODEL, "text": "essays", "repeats": 1, "page": "report.html"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tokens", type=whole, default=7500, help="of document and question; default: %(default)s")
+    # None tells that an option was not given: --vision refuses some of them.
+    add("--tokens", type=whole, help="of document and question; default: 7500")
     add_recipe(parser)
-    add_model(parser, default=MODEL)
-    add_text(parser, default="essays")
-    add("--repeats", type=whole, metavar="N", default=1, help="prefills of each; default: 1")
+    add_model(parser, f"; default: {MODEL}")
+    add_text(parser)
+    add("--repeats", type=whole, metavar="N", help="prefills of each; default: 1")
     dtypes = ("auto", "float32", "bfloat16")
     add("--dtype", choices=dtypes, default="auto", help="auto: the faster one on this machine")
     add("--seed", type=int, default=0, help="of the needle; default: %(default)s")
-    page = "the page; default: %(default)s"
-    add("-o", "--output", dest="page", metavar="FILE", default="report.html", help=page)
+    page = "the page; default: report.html, or vision.html"
+    add("-o", "--output", dest="page", metavar="FILE", help=page)
+    add_vision_options(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.vision:
+        return run_vision(args)
+    if args.inputs is not None:
+        raise ValueError("--inputs goes with --vision; leave it out")
+    fill_in(args, DEFAULTS)
     check_file(args.page)
     need_libraries("the demo cannot run", "transformers", "matplotlib", extra="demo")
     # These import heavy libraries; the checks above need none of them.

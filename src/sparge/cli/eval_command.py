@@ -1,4 +1,7 @@
-"""`sparge eval`: what a language model gains with sparge, and what it costs.
+"""`sparge eval`: what a model gains with sparge, and what it costs.
+
+Of a language model here; of a diffusers pipeline and of other modules of the zoo, which are judged
+by their results, in eval_pipeline.py.
 
 Every measurement is saved in the run directory at once. Interrupted runs resume: give the same
 command again.
@@ -30,45 +33,65 @@ from ..support.turns import threads
 from . import OK
 from .arguments import (
     DTYPES,
+    LANGUAGE,
     add_json,
     add_model,
     add_recipe,
     add_text,
     check_directory,
+    fill_in,
+    kind_of,
+    refuse_options,
     whole,
     wholes,
     words,
 )
+from .pipeline_options import OF_RENDERS, add_render_options
 from .screen import console, deliver, progress, show_table
 
 if TYPE_CHECKING:
     from ..evaluate.tested_model import TestedModel
 
 
+OF_TEXTS = ("lengths", "measures", "text", "depths", "windows", "tasks", "limit", "repeat", "fresh")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add_model(parser, required=True)
     how = parser.add_mutually_exclusive_group()
     add_recipe(how)
     how.add_argument("--profile", metavar="FILE", help="tuned recipes, one for each layer")
-    lengths = "tokens; default: 2048,4096,8192"
-    add("--lengths", type=wholes, default=Settings.lengths, help=lengths)
-    add("--measures", type=words, help=f"of {','.join(MEASURES)}; default: all but tasks")
-    add_text(parser, default="essays")
-    add("--depths", type=whole, default=5, help="needles per length; default: %(default)s")
-    add("--windows", type=whole, default=1, help="text windows per length; default: %(default)s")
-    add("--tasks", type=words, default=[], metavar="NAME,…", help="lm-eval tasks to run as well")
-    add("--limit", type=whole, default=20, help="documents per task; default: %(default)s")
-    add("--repeat", type=whole, help="rounds of prefill; default: depending on their duration")
+    add = parser.add_argument
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bf16 where it is fast")
     add("--threads", type=whole, metavar="N", help="default: all")
-    add("--seed", type=int, default=0, help="of the needles; default: %(default)s")
+    add("--seed", type=int, default=0, help="of needles, or the first render; default: %(default)s")
     add("-o", "--output", dest="directory", metavar="DIR", help="default: ./sparge-eval-MODEL")
-    add("--fresh", action="store_true", help="discard what the directory holds")
     add_json(parser)
+    texts = parser.add_argument_group("of language models")
+    add = texts.add_argument
+    # None tells that an option was not given: the other kinds of models refuse them.
+    add("--lengths", type=wholes, help="tokens; default: 2048,4096,8192")
+    add("--measures", type=words, help=f"of {','.join(MEASURES)}; default: all but tasks")
+    add_text(texts)
+    add("--depths", type=whole, help="needles per length; default: 5")
+    add("--windows", type=whole, help="text windows per length; default: 1")
+    add("--tasks", type=words, metavar="NAME,…", help="lm-eval tasks to run as well")
+    add("--limit", type=whole, help="documents per task; default: 20")
+    add("--repeat", type=whole, help="rounds of prefill; default: depending on their duration")
+    add("--fresh", action="store_true", help="discard what the directory holds")
+    add_render_options(parser)
+    modules = parser.add_argument_group("of other modules of the zoo")
+    modules.add_argument("--inputs", type=whole, metavar="N", help="of its task; default: 4")
 
 
 def run(args: argparse.Namespace) -> int:
+    kind = kind_of(args.model)
+    if kind != LANGUAGE:
+        from .eval_pipeline import run_renders
+
+        refuse_options(args, OF_TEXTS, kind)
+        return run_renders(args, kind)
+    refuse_options(args, (*OF_RENDERS, "order", "inputs"), kind)
     settings = settings_of(args)
     # The last part of a path, as a portable file name.
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(settings.model).resolve().name) or "model"
@@ -93,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
 def settings_of(args: argparse.Namespace) -> Settings:
     if args.measures is None:
         args.measures = [*Settings.measures, *([TASKS] if args.tasks else [])]
+    fill_in(args, {each.name: each.default for each in fields(Settings) if each.name in OF_TEXTS})
+    args.tasks = list(args.tasks)
     args.dtype = str(DTYPES.get(args.dtype) or zoo.best_dtype()).removeprefix("torch.")
     return Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
 

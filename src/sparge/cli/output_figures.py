@@ -7,7 +7,12 @@ from typing import Any
 
 from ..profile import Profile
 
-WORDS = {"kl": "KL", "perplexity": "perplexity", "relative_l2": "change of the output"}
+WORDS = {
+    "kl": "KL",
+    "perplexity": "perplexity",
+    "relative_l2": "change of the output",
+    "psnr": "PSNR",
+}
 
 
 def budget_words(profile: Profile) -> str:
@@ -17,6 +22,8 @@ def budget_words(profile: Profile) -> str:
         return f"bounds {l1:g} and {'no second filter' if l2 is None else f'{l2:g}'}"
     output = profile.output or {}
     measure, target = str(output.get("measure")), output.get("target", 0.0)
+    if measure == "psnr":
+        return f"PSNR of renders at least {target:g} dB"
     told = f"+{target:.3g}" if measure != "perplexity" else f"+{target:.3%}"
     return f"{WORDS.get(measure, measure)} at most {told.removeprefix('+')}"
 
@@ -55,6 +62,10 @@ def _figures(held: Mapping[str, Any]) -> str:
     if "relative_l2" in held:
         told.append(f"change {held['relative_l2']:.4f} ± {held['relative_l2_error']:.4f}")
         told.append(f"{held['inputs']} inputs")
+    if "psnr" in held:
+        told.append(f"PSNR {held['psnr']:.2f} ± {held['psnr_error']:.2f} dB")
+        told.append(f"worst {held['psnr_worst']:.2f}, SSIM {held['ssim']:.4f}")
+        told.append(f"FLIP {held['flip']:.4f}, {held['renders']} renders")
     told.append(f"density {held['density']:.3f}")
     return ", ".join(told)
 

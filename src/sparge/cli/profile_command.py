@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from torch import nn
+
 from .. import zoo
+from ..integrations.adapters import find_adapter
 from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
+from ..renders.open_pipeline import is_pipeline, open_pipeline
 from ..report.table import Column, Table, error, share
 from . import BAD_RESULT, OK
 from .arguments import add_json, add_model
@@ -37,10 +41,19 @@ def run(args: argparse.Namespace) -> int:
         document = {"format": "sparge.profile.diff/1", "differences": rows}
         deliver(document, args, lambda: _show_differences(args, rows))
         return BAD_RESULT if rows else OK
-    reasons = profile.mismatches(zoo.load(args.model)[0]) if args.model else []
+    reasons = profile.mismatches(_model(args.model)) if args.model else []
     document = {"format": "sparge.profile.check/1", "model": args.model, "reasons": reasons}
     deliver(document, args, lambda: _show_check(args, profile, reasons))
     return BAD_RESULT if reasons else OK
+
+
+def _model(name_or_path: str) -> nn.Module:
+    """The part of a model that a profile is for: of a pipeline, its denoisers."""
+    if not is_pipeline(name_or_path):
+        model: nn.Module = zoo.load(name_or_path)[0]
+        return model
+    pipe = open_pipeline(name_or_path, dtype=zoo.best_dtype())
+    return find_adapter(pipe)[1].model
 
 
 def layers_table(profile: Profile) -> Table:

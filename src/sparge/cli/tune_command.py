@@ -1,5 +1,6 @@
 """`sparge tune`: settings for each head under error bounds, from a model or from its trace; or the
-sparsest settings that keep the model's output within a target (`tune_output.py`).
+sparsest settings that keep the model's output within a target (`tune_output.py`), or a pipeline's
+renders (`tune_pipeline.py`).
 
 Ctrl-C writes what is done so far; the same command resumes.
 """
@@ -12,16 +13,25 @@ import time
 from pathlib import Path
 
 from ..profile import Profile
-from ..recipe import DEFAULT
+from ..recipe import DEFAULT, VISION
 from ..tune import PRESETS, Trace, bounds_of, tune
 from ..tune.presets import check_bounds
 from ..tune.trace_directory import MANIFEST
 from . import INTERRUPTED, OK
-from .arguments import add_json, add_model, add_recipe, check_directory, check_file
+from .arguments import (
+    PIPELINE,
+    add_json,
+    add_model,
+    add_recipe,
+    check_directory,
+    check_file,
+    refuse_options,
+)
 from .profile_command import layers_table
 from .screen import console, deliver, progress, show_table
-from .trace_command import INPUTS, add_calibration, make_trace
+from .trace_command import INPUTS, add_calibration, check_kind, make_trace
 from .tune_output import OUTPUT_INPUTS, add_output_target, run_output, target_of
+from .tune_pipeline import RENDER_SEEDS, add_render_target, run_renders
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--l2", type=float, metavar="ERROR", help="of both filters; default: no second filter")
     add("--preset", choices=PRESETS, help="published bounds of a model family")
     add_output_target(parser)
-    default = "precision, sink and local window; default: sparge.DEFAULT"
-    add_recipe(parser, default=DEFAULT, help=default)
+    add_render_target(parser)
+    default = "precision, sink and local window; default: sparge.DEFAULT, of pipelines VISION"
+    add_recipe(parser, help=default)
     add("--state", metavar="FILE", help="results so far, to resume; default: in the trace")
-    add_calibration(parser, f"default: {INPUTS}; with an output target {OUTPUT_INPUTS}")
+    inputs = f"default: {INPUTS}; with an output target {OUTPUT_INPUTS}"
+    add_calibration(parser, inputs, f"default: 1; with --min-psnr {RENDER_SEEDS}")
     add("-o", "--output", dest="profile", required=True, metavar="FILE", help="the profile")
     add_json(parser)
 
@@ -44,11 +56,18 @@ def run(args: argparse.Namespace) -> int:
     check_file(args.profile)
     if args.state is not None:
         check_file(args.state, "--state")
+    if args.min_psnr is not None:
+        return run_renders(args)
+    args.recipe, given = args.recipe or DEFAULT, args.recipe
+    if args.model is not None and check_kind(args) == PIPELINE:
+        refuse_options(args, ("max_kl", "max_perplexity", "held_out"), PIPELINE)
     if (target := target_of(args)) is not None:
         return run_output(args, *target)
     l1, l2 = bounds_of_arguments(args)
     start = time.perf_counter()
     trace, temporary = open_or_make(args)
+    if given is None and "schedule" in trace.calibration:  # of a pipeline
+        args.recipe = VISION
     with progress("tuning", len(trace.layers)) as step:
 
         def done(layer: str, seconds: float | None) -> None:
@@ -79,7 +98,7 @@ def bounds_of_arguments(args: argparse.Namespace) -> tuple[float, float | None]:
     if args.l1 is None:
         raise ValueError(
             "an error bound is needed: --l1 0.08 --l2 0.09, or --preset llama; or a target for the "
-            "output: --max-kl 0.005 or --max-perplexity +0.5%"
+            "output: --max-kl 0.005 or --max-perplexity +0.5%, or of a pipeline --min-psnr 30"
         )
     return check_bounds(args.l1, args.l2)
 

@@ -22,6 +22,7 @@ from .arguments import DTYPES, whole
 from .output_figures import held_out_lines
 from .profile_command import layers_table
 from .screen import console, deliver, progress, show_table
+from .trace_command import LENGTH
 
 OUTPUT_INPUTS, HELD_OUT = 2, 3
 _OTHERS = ("--l1", "--l2", "--preset", "--trace", "--store", "--max-gb")
@@ -42,7 +43,8 @@ def add_output_target(parser: argparse.ArgumentParser) -> None:
         metavar="+PERCENT",
         help=f"{about} perplexity on held-out text rises by at most this: +0.5%%",
     )
-    add("--held-out", type=whole, metavar="N", help=f"held-out texts; default: {HELD_OUT}")
+    about = f"held-out texts, or seeds of renders; default: {HELD_OUT}"
+    add("--held-out", type=whole, metavar="N", help=about)
 
 
 def rise(text: str) -> float:
@@ -63,7 +65,9 @@ def target_of(args: argparse.Namespace) -> tuple[str, float] | None:
     found = [(judge, target) for judge, target in given.items() if target is not None]
     if not found:
         if args.held_out is not None:
-            raise ValueError("--held-out goes with --max-kl or --max-perplexity; leave it out")
+            raise ValueError(
+                "--held-out goes with --max-kl, --max-perplexity or --min-psnr; leave it out"
+            )
         return None
     if len(found) == 2:
         raise ValueError("--max-kl cannot be combined with --max-perplexity; give one of them")
@@ -92,11 +96,11 @@ def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
     # fp32 measures the attention alone; bf16 adds the rounding of every later layer.
     dtype = torch.float32 if args.dtype == "auto" else DTYPES[args.dtype]
     model, tokenizer = zoo.load(args.model, dtype=dtype)
-    names = args.text or ["essays"]
+    names, length = args.text or ["essays"], args.length or LENGTH
     mine, others = disjoint_windows(
         names,
         tokenizer,
-        length=args.length,
+        length=length,
         inputs=OUTPUT_INPUTS if args.inputs is None else args.inputs,
         held_out=HELD_OUT if args.held_out is None else args.held_out,
     )
@@ -115,7 +119,7 @@ def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
                 name=args.model,
                 about={
                     "texts": names,
-                    "length": args.length,
+                    "length": length,
                     "calibrated_on": [window.about for window in mine],
                     "held_out": [window.about for window in others],
                 },

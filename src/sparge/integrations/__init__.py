@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -13,26 +13,34 @@ from torch import nn
 from ..check import check_recipe
 from ..dispatch import AUTO, DENSE, backends
 from ..profile import Profile
-from ..recipe import DEFAULT, Recipe
-from .adapters import Adapter, Found, find_adapter, register_adapter, unregister_adapter
+from ..recipe import DEFAULT, VISION, Recipe
+from ..reorder import check_order
+from ..schedule import Context, Schedule
+from .adapters import Adapter, Attached, Found, find_adapter, register_adapter, unregister_adapter
+from .clock import schedule_recipes
 from .handle import Handle, replaced_handles
-from .report import LayerReport, Report
-from .site import Context, RecipeOf, Site
+from .report import LayerReport, Report, StepReport
+from .site import RecipeOf, Site
+from .tokens import Grid, GridOf, check_grid_option
 
 __all__ = [
     "Adapter",
+    "Attached",
     "Context",
     "Found",
     "Handle",
     "LayerReport",
     "Report",
     "Site",
+    "StepReport",
     "accelerate",
     "register_adapter",
     "unregister_adapter",
 ]
 
 Layers = Iterable[str] | Callable[[str], bool] | None
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
+GridOption = Grid | tuple[int, int] | Sequence[Sequence[int]] | GridOf | None
 
 
 def accelerate(
@@ -44,43 +52,100 @@ def accelerate(
     layers: Layers = None,
     measure_error: bool = False,
     force: bool = False,
+    schedule: Schedule | None = None,
+    order: str | None = None,
+    grid: GridOption = None,
+    cross_attention: bool | None = None,
+    protect_text: bool | None = None,
 ) -> Handle:
     """Let one model (or pipeline) compute its attention with sparge.
 
-    recipe: how much to keep and in what precision, in every layer; None is the default recipe. A
+    recipe: how much to keep and in what precision, in every layer; None is `sparge.DEFAULT`, and
+    `sparge.VISION` for image and video models. A
     function of the context (`handle.context(noise_level=…, step=…)`) returns a recipe for each
     call, or None for the model's own attention.
-    profile: settings tuned per layer and head, a `sparge.Profile` or its file, instead of a recipe.
+    profile: settings tuned per layer and head, a `sparge.Profile` or its file, instead of a recipe;
+    with the schedule and the order that it was tuned with, where others are not given.
     layers: names of attention modules, with `*` and `?`, or a function of the name; others keep
     their own attention. measure_error: compute a few rows of every call exactly, for the report.
     force: use a profile that was tuned for another model anyway, with a warning.
+
+    For image and video models: schedule: where in a run attention is sparse; None is
+    `Schedule()` for a pipeline, which leaves the noisiest fifth dense, and every call for others.
+    order: of visual tokens in attention, such as "hilbert" (the default) or "row". grid: `(T, H,
+    W)` or `(H, W)` of the visual tokens where the model is not one whose tokens are known; or a
+    list of grids, or a function from the number of tokens of a layer to its grid or None.
+    cross_attention: True makes attention to other tokens (a text) sparse, too; dense by default.
+    protect_text: False lets tokens that are not visual be skipped like others; kept by default.
 
     Returns a handle: `report()` says what ran, `remove()` puts the model back; it is a context
     manager too. A second call replaces the settings of the first. Raises `Unsupported` for a model
     that no adapter takes, with the reason of each.
     """
-    adapter, found = find_adapter(model)
+    adapter, found = find_adapter(model, cross_attention=bool(cross_attention))
     known = (AUTO, DENSE, *(each.name for each in backends()))
     if backend not in known:
         raise ValueError(f"backend must be one of {', '.join(known)}; got {backend!r}")
     if recipe is not None and profile is not None:
         raise ValueError("give a recipe or a profile, not both; a profile has a recipe per layer")
+    tuned = None if profile is None else _open_profile(profile)
+    if tuned is not None and found.defaults:
+        schedule, order = _tuned_with(tuned, schedule, order)
+    options = _options(
+        adapter,
+        found,
+        schedule=schedule,
+        order=order,
+        grid=grid,
+        cross_attention=cross_attention,
+        protect_text=protect_text,
+    )
     names = _chosen_layers(list(found.modules), layers)
     recipes: dict[str, Recipe | RecipeOf | None]
-    if profile is not None:
-        recipe, recipes = None, _recipes_of_profile(found.model, names, profile, force=force)
+    if tuned is not None:
+        recipe, recipes = None, _recipes_of_profile(found.model, names, tuned, force=force)
     else:
-        recipe = DEFAULT if recipe is None else recipe
+        usual = DEFAULT if grid is None else VISION
+        recipe = found.defaults.get("recipe", usual) if recipe is None else recipe
         _check_heads({name: found.modules[name] for name in names}, recipe)
         recipes = dict.fromkeys(names, recipe)
+    if (chosen := options.get("schedule")) is not None:
+        recipes = schedule_recipes(recipes, chosen)
     for old in replaced_handles(found):
         old.remove()
     sites = {}
     for name in found.modules:
         why = "its settings leave it dense" if name in recipes else "not among `layers`"
-        sites[name] = Site(name, recipes.get(name), backend, measure_error, left_out=why)
-    undo = adapter.attach(found, sites)
-    return Handle(found, recipe if isinstance(recipe, Recipe) else None, sites, undo)
+        sites[name] = Site(
+            name,
+            recipes.get(name),
+            backend,
+            measure_error,
+            left_out=why,
+            follows_clock=bool(options),
+        )
+    attached = adapter.attach(found, sites, **options)
+    return Handle(found, recipe if isinstance(recipe, Recipe) else None, sites, attached)
+
+
+def _options(adapter: Adapter, found: Found, **given: Any) -> dict[str, Any]:
+    """The options that an adapter takes, with its defaults; others must not be given."""
+    takes: tuple[str, ...] = getattr(adapter, "options", ())
+    for name, value in given.items():
+        if value is not None and name not in takes:
+            raise ValueError(
+                f"{name} must be left out for {type(found.model).__name__}: the adapter of "
+                f"{adapter.name} has no use for it"
+            )
+    schedule = given["schedule"]
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule must be a sparge.Schedule, got {type(schedule).__name__}")
+    if given["order"] is not None:
+        check_order(given["order"])
+    check_grid_option(given["grid"])
+    return {
+        name: found.defaults.get(name) if given[name] is None else given[name] for name in takes
+    }
 
 
 def _chosen_layers(names: list[str], layers: Layers) -> list[str]:
@@ -106,7 +171,7 @@ def _check_heads(modules: dict[str, nn.Module], recipe: Any) -> None:
     if callable(recipe) and not isinstance(recipe, type):
         return
     for name, module in modules.items():
-        sizes = [getattr(module, n, None) for n in ("num_heads", "num_attention_heads", "n_heads")]
+        sizes = [getattr(module, n, None) for n in _HEADS]
         sizes.append(getattr(getattr(module, "config", None), "num_attention_heads", None))
         heads = next((size for size in sizes if isinstance(size, int)), None)
         if heads is not None or not isinstance(recipe, Recipe):
@@ -116,13 +181,27 @@ def _check_heads(modules: dict[str, nn.Module], recipe: Any) -> None:
                 raise ValueError(f"{name}: {error}") from None
 
 
-def _recipes_of_profile(
-    model: nn.Module, names: list[str], profile: Any, *, force: bool
-) -> dict[str, Recipe | RecipeOf | None]:
+def _open_profile(profile: Any) -> Profile:
     tuned = Profile.load(profile) if isinstance(profile, str | os.PathLike) else profile
     if not isinstance(tuned, Profile):
         came = type(profile).__name__
         raise TypeError(f"profile must be a sparge.Profile or its file, got {came}")
+    return tuned
+
+
+def _tuned_with(
+    tuned: Profile, schedule: Schedule | None, order: str | None
+) -> tuple[Schedule | None, str | None]:
+    """Schedule and order as given, or else those that a profile of a pipeline was tuned with."""
+    facts = tuned.calibration
+    if schedule is None and (found := facts.get("schedule")) is not None:
+        schedule = Schedule.from_dict(found)
+    return schedule, facts.get("order") if order is None else order
+
+
+def _recipes_of_profile(
+    model: nn.Module, names: list[str], tuned: Profile, *, force: bool
+) -> dict[str, Recipe | RecipeOf | None]:
     tuned.check(model, force=force)
     banded = {name for name, layer in tuned.layers.items() if layer.bands}
     return {

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import nn
+
 from ..recipe import Recipe
-from .adapters import Found
+from ..schedule import Context
+from .adapters import Attached, Found
 from .report import Report
-from .site import SITE, Context, Site, Tap, inside, site_of
+from .site import SITE, Site, Tap, inside, site_of
 
 _HANDLE = "_sparge_handle"
 
@@ -21,16 +24,23 @@ class Handle:
     """
 
     def __init__(
-        self, found: Found, recipe: Recipe | None, sites: dict[str, Site], undo: Callable[[], None]
+        self,
+        found: Found,
+        recipe: Recipe | None,
+        sites: dict[str, Site],
+        attached: Attached | Callable[[], None],
     ) -> None:
         self.model, self.recipe, self.left_alone = found.model, recipe, dict(found.left_alone)
         self._sites = [(found.modules[name], site) for name, site in sites.items()]
-        self._undo = undo
+        self._attached = attached if isinstance(attached, Attached) else Attached(attached)
         self.active = True
         for module, site in self._sites:
             setattr(module, SITE, site)
             site.open(self)
         setattr(self.model, _HANDLE, self)  # it lives as long as the model
+        if found.pipeline is not None:  # several denoisers have nothing else that holds it
+            setattr(found.pipeline, _HANDLE, self)
+        self._pipeline = found.pipeline
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -38,18 +48,30 @@ class Handle:
             site.open(self)
 
     def context(
-        self, *, noise_level: float | None = None, step: int | None = None
+        self,
+        *,
+        noise_level: float | None = None,
+        step: int | None = None,
+        progress: float | None = None,
     ) -> AbstractContextManager[None]:
-        """Set what recipes that depend on a context see, inside a `with` block.
+        """Set what schedules and recipes that depend on a context see, inside a `with` block.
 
-        It holds for this handle, in this thread or task. Outside of any block both are None.
+        Outside of any block all are None. A pipeline sets them itself, step by step. For a
+        transformers model they hold in this thread or task only; other models have one context.
         """
-        return inside(self, Context(noise_level, step))
+        context = Context(noise_level, step, progress)
+        clock = self._attached.clock
+        return inside(self, context) if clock is None else clock.inside(context)
 
     def report(self) -> Report:
         """What ran in every attention module since the start or the last `reset()`."""
         layers = tuple(site.report() for _, site in self._sites)
-        return Report(layers, self.recipe, dict(self.left_alone))
+        return Report(layers, self.recipe, dict(self.left_alone), tuple(self._attached.notes()))
+
+    def add(self, module: nn.Module, site: Site) -> None:
+        """Take over a site that an adapter found while the model ran."""
+        self._sites.append((module, site))
+        site.open(self)
 
     def reset(self) -> None:
         """Set all counts to zero."""
@@ -69,13 +91,14 @@ class Handle:
         if not self.active:
             return
         self.active = False
-        self._undo()
+        self._attached.undo()
         for module, site in self._sites:
             site.close()
             if site_of(module) is site:
                 delattr(module, SITE)
-        if vars(self.model).get(_HANDLE) is self:
-            delattr(self.model, _HANDLE)
+        for owner in (self.model, self._pipeline):
+            if owner is not None and vars(owner).get(_HANDLE) is self:
+                delattr(owner, _HANDLE)
 
     def __enter__(self) -> Handle:
         return self
@@ -93,7 +116,9 @@ def replaced_handles(found: Found) -> list[Handle]:
     sites = [site for module in found.modules.values() if (site := site_of(module)) is not None]
     handles = dict.fromkeys(handle for site in sites if (handle := site.holder()) is not None)
     for handle in handles:
-        if not {module for module, _ in handle._sites} <= {*found.modules.values()}:
+        # Sites that were found while the model ran belong to the whole of it.
+        covered = {module for module, _ in handle._sites} - {handle.model}
+        if found.model is not handle.model and not covered <= {*found.modules.values()}:
             raise ValueError(
                 f"{handle!r} covers more than this part of the model; remove() it first, or choose "
                 "by `layers` on the whole"

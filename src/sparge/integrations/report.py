@@ -30,6 +30,29 @@ class RecipeReport:
 
 
 @dataclass(frozen=True)
+class StepReport:
+    """The calls of a layer in one step of a diffusion run; density by head of the sparse ones."""
+
+    step: int
+    noise_level: float | None
+    calls: int
+    kept: int
+    allowed: int
+    density_by_head: tuple[float, ...]
+
+    @property
+    def density(self) -> float:
+        return self.kept / self.allowed if self.allowed else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "density": self.density,
+            "density_by_head": list(self.density_by_head),
+        }
+
+
+@dataclass(frozen=True)
 class LayerReport:
     """What ran in one attention module since the start or the last `reset()`.
 
@@ -40,6 +63,8 @@ class LayerReport:
     GPU, the model's own attention is only launched in it. recipe: None for a layer left out, or
     whose recipe depends on the context; by_recipe has one entry for each recipe that ran.
     estimated: calls whose backend was chosen by the built-in cost estimate.
+    by_step: one entry for each step of a diffusion run; runs with the same steps are added up.
+    plans_reused: calls that ran with the plan of an earlier step (`Schedule.reuse_steps`).
     """
 
     name: str
@@ -56,6 +81,8 @@ class LayerReport:
     recipe: Recipe | None
     by_recipe: tuple[RecipeReport, ...]
     estimated: int
+    by_step: tuple[StepReport, ...] = ()
+    plans_reused: int = 0
 
     @property
     def density(self) -> float:
@@ -78,6 +105,7 @@ class LayerReport:
             "error": self.error,
             "recipe": None if self.recipe is None else self.recipe.to_dict(),
             "by_recipe": [each.to_dict() for each in self.by_recipe],
+            "by_step": [each.to_dict() for each in self.by_step],
         }
 
 
@@ -87,11 +115,13 @@ class Report:
 
     recipe: the one of all layers; None with a profile or a function of the context.
     left_alone: parts of the model that keep their own attention, and why.
+    notes: facts about the run that a reader should know, such as the order of the tokens.
     """
 
     layers: tuple[LayerReport, ...]
     recipe: Recipe | None
     left_alone: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     @property
     def density(self) -> float:
@@ -119,12 +149,24 @@ class Report:
         """Every reason why a call did not run sparse, and how often."""
         return dict(sum((Counter(layer.fallbacks) for layer in self.layers), Counter[str]()))
 
+    @property
+    def density_by_step(self) -> dict[int, float]:
+        """Kept / allowed blocks of each step of a diffusion run, over all layers."""
+        kept: Counter[int] = Counter()
+        allowed: Counter[int] = Counter()
+        for step in (step for layer in self.layers for step in layer.by_step):
+            kept[step.step] += step.kept
+            allowed[step.step] += step.allowed
+        return {step: kept[step] / max(allowed[step], 1) for step in sorted(allowed)}
+
     def to_dict(self) -> dict[str, Any]:
         names = ("density", "sparse_density", "error", "seconds", "fallbacks", "left_alone")
         return {
-            "format": "sparge.report/2",
+            "format": "sparge.report/3",
             "recipe": None if self.recipe is None else self.recipe.to_dict(),
             **{name: getattr(self, name) for name in names},
+            "notes": list(self.notes),
+            "density_by_step": {str(step): d for step, d in self.density_by_step.items()},
             "layers": [layer.to_dict() for layer in self.layers],
         }
 
@@ -140,9 +182,27 @@ class Report:
                 f"  {estimated} calls were routed by the built-in cost estimate, not by a "
                 "measurement of this machine; see `sparge doctor`"
             )
+        if steps := self.density_by_step:
+            shown = " ".join(f"{density:.2f}" for density in steps.values())
+            lines.append(f"  density by step: {shown}")
+        if reused := sum(layer.plans_reused for layer in self.layers):
+            lines.append(f"  {reused} calls used the plan of an earlier step")
+        lines += [f"  {note}" for note in self.notes]
         lines += [f"  not sparse {n}x: {reason}" for reason, n in self.fallbacks.items()]
-        lines += [f"  left alone: {name}: {why}" for name, why in self.left_alone.items()]
+        lines += _left_alone_lines(self.left_alone)
         return "\n".join(lines)
+
+
+def _left_alone_lines(left_alone: dict[str, str]) -> list[str]:
+    """One line for each reason, with the first names that it holds for."""
+    names: dict[str, list[str]] = {}
+    for name, why in left_alone.items():
+        names.setdefault(why, []).append(name)
+    shown = {
+        why: each[0] if len(each) == 1 else f"{each[0]} and {len(each) - 1} more"
+        for why, each in names.items()
+    }
+    return [f"  left alone: {name}: {why}" for why, name in shown.items()]
 
 
 def _line(layer: LayerReport, width: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -22,33 +23,15 @@ from ..dispatch import AUTO
 from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ..recipe import Recipe
 from ..record import Run, unwatch, watch
-from .report import OWN, LayerReport, RecipeReport
+from ..schedule import Context
+from .plan_reuse import PlanKeeper
+from .report import OWN, LayerReport, RecipeReport, StepReport
 
 SITE = "_sparge_site"
 """The attribute of a module that holds its site."""
 Tap = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None]
 """query, key, value, and the other arguments of `attention`."""
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a recipe may depend on: the state of a diffusion run, set around a forward pass.
-
-    noise_level: share of noise in the model's input, 1 is pure noise. step: of the sampler.
-    """
-
-    noise_level: float | None = None
-    step: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.noise_level is not None and not 0.0 <= self.noise_level <= 1.0:
-            raise ValueError(
-                f"noise_level must be in [0, 1], got {self.noise_level}; for a timestep divide it "
-                "by the number of training timesteps"
-            )
-        if self.step is not None and self.step < 0:
-            raise ValueError(f"step must be at least 0, got {self.step}")
 
 
 RecipeOf = Callable[[Context], Recipe | None]
@@ -72,6 +55,35 @@ def site_of(module: nn.Module) -> Site | None:
 
 
 @dataclass
+class _StepTally:
+    """Sums over the calls of one step of a run; by head over those that ran sparse."""
+
+    noise_level: float | None = None
+    calls: int = 0
+    kept: int = 0
+    allowed: int = 0
+    kept_by_head: list[int] = field(default_factory=list)
+    allowed_by_head: list[int] = field(default_factory=list)
+
+    def add(self, kept: int, allowed: int, run: Run | None = None) -> None:
+        self.calls += 1
+        self.kept += kept
+        self.allowed += allowed
+        if run is not None and run.kept_by_head:
+            self.kept_by_head = _added(self.kept_by_head, run.kept_by_head)
+            self.allowed_by_head = _added(self.allowed_by_head, run.allowed_by_head)
+
+    def report(self, step: int) -> StepReport:
+        pairs = zip(self.kept_by_head, self.allowed_by_head, strict=True)
+        heads = tuple(kept / max(allowed, 1) for kept, allowed in pairs)
+        return StepReport(step, self.noise_level, self.calls, self.kept, self.allowed, heads)
+
+
+def _added(sums: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+    return [a + b for a, b in zip(sums or [0] * len(numbers), numbers, strict=True)]
+
+
+@dataclass
 class _Tally:
     """Sums over calls; `by_head` over those that ran sparse."""
 
@@ -80,11 +92,17 @@ class _Tally:
     counts: Counter[str] = field(default_factory=Counter)
     by_recipe: dict[Recipe, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     by_head: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    by_step: dict[int, _StepTally] = field(default_factory=dict)
     seconds: float = 0.0
 
     def add_by_head(self, name: str, numbers: Sequence[float]) -> None:
-        sums = self.by_head[name] or [0] * len(numbers)
-        self.by_head[name] = [a + b for a, b in zip(sums, numbers, strict=True)]
+        self.by_head[name] = _added(self.by_head[name], numbers)
+
+    def at(self, context: Context) -> _StepTally:
+        """The sums of a step; outside of a run nothing is kept by step."""
+        if context.step is None:
+            return _StepTally()
+        return self.by_step.setdefault(context.step, _StepTally(context.noise_level))
 
 
 @dataclass(eq=False, repr=False)
@@ -93,6 +111,8 @@ class Site:
 
     recipe: of every call, or a function of the context; None leaves the module its own attention,
     and `left_out` says why. own: what the adapter needs to run that attention.
+    follows_clock: its recipe is looked up when the handle's context changes (`turn_to`), not in
+    every call; compiled graphs then hold one variant for each recipe, and none for each step.
     holder: returns the handle of the site, or None. tap: is called with the arguments of every
     `sparge.attention`, outside of compiled graphs. A copy of a site has its settings alone; a
     handle that is copied with it takes it over.
@@ -104,11 +124,16 @@ class Site:
     measure_error: bool = False
     left_out: str = ""
     own: Any = None
+    follows_clock: bool = False
 
     def __post_init__(self) -> None:
         self.holder: Callable[[], Any] = lambda: None
         self.tap: Tap | None = None
         self.windowed = with_window(self.recipe) if isinstance(self.recipe, Recipe) else None
+        self.now: Recipe | None = None
+        self._refusal: ValueError | None = None
+        self.context = Context()
+        self._keeper = PlanKeeper()
         # Two models may have layers of one name; a label belongs to one site.
         self.label = f"{self.name}#{next(_numbers)}"
         self._lock, self._tally, self._last = threading.Lock(), _Tally(), threading.local()
@@ -139,8 +164,29 @@ class Site:
         """
         if self.recipe is None or isinstance(self.recipe, Recipe):
             return self.recipe, self.windowed
+        if self.follows_clock:
+            if self._refusal is not None:
+                raise self._refusal
+            return self.now, self.windowed
         recipe: Recipe | None = self._recipe_in_context()
         return recipe, recipe and with_window(recipe)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a call made now would be sparse, as far as its settings say."""
+        return (
+            self.now if self.follows_clock and callable(self.recipe) else self.recipe
+        ) is not None
+
+    def turn_to(self, context: Context) -> None:
+        """Take the recipe of a context, and count calls from now on for its step."""
+        self.context, self._refusal = context, None
+        if self.follows_clock and callable(self.recipe):
+            try:
+                self.now = self.recipe(context)
+            except ValueError as error:  # outside of a run that is no mistake yet
+                self.now, self._refusal = None, error
+            self.windowed = self.now and _windowed(self.now)
 
     def _call_recipe(self) -> Recipe | None:
         context = _contexts.get().get(id(self.holder()), Context())
@@ -160,8 +206,13 @@ class Site:
         by_hand = not torch.compiler.is_compiling()
         if by_hand and self.tap is not None:
             self.tap(query, key, value, arguments)
-        chosen: dict[str, Any] = {"recipe": recipe, "backend": self.backend, "label": self.label}
-        result: Any = attention(query, key, value, **arguments, **chosen, return_lse=return_lse)
+        result = None
+        if by_hand and recipe is not None and not return_lse:
+            result = self._attend_with_kept_plan(query, key, value, arguments, recipe)
+        if result is None:
+            chosen: dict[str, Any] = {"recipe": recipe, "backend": self.backend}
+            chosen |= {"label": self.label, "return_lse": return_lse}
+            result = attention(query, key, value, **arguments, **chosen)
         if by_hand and self.measure_error and getattr(self._last, "sparse", False):
             out = result[0] if return_lse else result
             error = output_error(query, key, value, out, **arguments).mean(0).tolist()
@@ -169,6 +220,32 @@ class Site:
                 self._tally.add_by_head("error", error)
                 self._tally.counts["measured"] += 1
         return result
+
+    def _attend_with_kept_plan(
+        self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any], recipe: Recipe
+    ) -> Tensor | None:
+        """The output by a plan of an earlier step, or by one that is kept for later steps; None
+        where the schedule keeps none."""
+        schedule, step = getattr(self.recipe, "schedule", None), self.context.step
+        if schedule is None or not schedule.reuse_steps or step is None:
+            return None
+        done = self._keeper.attend(
+            query,
+            key,
+            value,
+            arguments,
+            recipe=recipe,
+            backend=self.backend,
+            schedule=schedule,
+            step=step,
+        )
+        if done is None:
+            return None
+        out, run, reused = done
+        self._note(run)
+        with self._lock:
+            self._tally.counts["reused"] += reused
+        return out
 
     def reset(self) -> None:
         with self._lock:
@@ -181,6 +258,7 @@ class Site:
             self._tally.fallbacks[reason] += 1
             self._tally.seconds += seconds
             self._tally.counts.update(kept=blocks, allowed=blocks)
+            self._tally.at(self.context).add(blocks, blocks)
 
     def _note(self, run: Run) -> None:
         self._last.sparse = bool(run.kept_by_head)
@@ -189,6 +267,7 @@ class Site:
             tally = self._tally
             tally.seconds += run.seconds["total"]
             tally.counts.update(kept=run.kept, allowed=run.allowed)
+            tally.at(self.context).add(run.kept, run.allowed, run)
             tally.counts["estimated"] += run.cost_source == "estimate"
             tally.by_recipe[given].update(calls=1, kept=run.kept, allowed=run.allowed)
             if not run.kept_by_head:
@@ -219,7 +298,15 @@ class Site:
                 recipe=self.recipe if isinstance(self.recipe, Recipe) else None,
                 by_recipe=tuple(RecipeReport(r, **n) for r, n in tally.by_recipe.items()),
                 estimated=counts["estimated"],
+                plans_reused=counts["reused"],
+                by_step=tuple(each.report(step) for step, each in sorted(tally.by_step.items())),
             )
+
+
+@lru_cache(maxsize=256)
+def _windowed(recipe: Recipe) -> Recipe:
+    """`with_window`, the same object for the same recipe: a graph is compiled for each object."""
+    return with_window(recipe)
 
 
 def with_window(recipe: Recipe) -> Recipe:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ FAINTEST = 1e-4
 ACROSS = 3  # maps in a row
 WIDTH = 9.6  # inches
 DPI = 140
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,13 @@ def make_figures(show: Showcase) -> dict[str, dict[str, str]]:
     if show.heads:
         drawn |= {"plans": plans_figure, "sparsity": sparsity_figure}
     return {
-        name: {theme: _data_uri(draw, show, look) for theme, look in THEMES.items()}
+        name: {theme: themed_uri(draw, show, look) for theme, look in THEMES.items()}
         for name, draw in drawn.items()
     }
 
 
-def _data_uri(draw: Callable[[Showcase, Theme], Any], show: Showcase, theme: Theme) -> str:
+def themed_uri(draw: Callable[[T, Theme], Any], show: T, theme: Theme) -> str:
+    """What a function draws of `show`, as an embedded PNG."""
     from matplotlib import rc_context
 
     with rc_context(SIZES | theme.rc):

@@ -7,13 +7,19 @@ profile.save("model.json")
 Or to a budget of the model's own output, verified on held-out texts:
 
 profile = sparge.tune.tune_output(model, inputs, held_out, max_kl=0.005)
+
+Or to a bound on what a diffusers pipeline renders, verified on held-out seeds:
+
+profile = sparge.tune.tune_renders(pipe, prompts, min_psnr=30)
 """
 
 from .capture import Capture, captures_of
 from .denoiser_budget import tune_denoiser
 from .model_tracer import trace_model
 from .output_budget import TargetNotMet, tune_output
+from .pipeline_tracer import trace_pipeline
 from .presets import PRESETS, bounds_of
+from .render_budget import schedule_of, tune_renders
 from .trace_directory import Trace
 from .tuner import tune, tune_head_settings
 
@@ -24,9 +30,12 @@ __all__ = [
     "Trace",
     "bounds_of",
     "captures_of",
+    "schedule_of",
     "trace_model",
+    "trace_pipeline",
     "tune",
     "tune_denoiser",
     "tune_head_settings",
     "tune_output",
+    "tune_renders",
 ]

@@ -61,12 +61,12 @@ def trace_model(
     with accelerate(model, backend=DENSE, layers=layers) as handle:
         names = tuple(layer.name for layer in handle.report().layers if layer.recipe is not None)
         trace = Trace(where, fingerprint(model), name, blocks, names, (), dict(calibration or {}))
-        trace = _completed(trace)
+        trace = completed(trace)
         for i, given in enumerate(inputs):
             digest = inputs_digest(given)
             if all(each.digest != digest for each in trace.inputs):
                 left = len(names) * (len(inputs) - i)
-                writer = _Writer(trace, f"input-{digest[:12]}", dtype, max_bytes, left)
+                writer = TraceWriter(trace, f"input-{digest[:12]}", dtype, max_bytes, left)
                 for layer in names:
                     handle.tap(layer, partial(writer.add, layer))
                 _forward(model, given)
@@ -100,7 +100,7 @@ def inputs_digest(given: Inputs) -> str:
     return digest.hexdigest()
 
 
-class _Writer:
+class TraceWriter:
     """Writes the captures of one input, each to its file, as they come.
 
     files: of each layer, the manifest entries written. A trace that will not fit in max_bytes is
@@ -135,7 +135,7 @@ class _Writer:
         self.used += size
 
 
-def _completed(trace: Trace) -> Trace:
+def completed(trace: Trace) -> Trace:
     """The trace with the inputs that its directory holds already; another trace is refused."""
     if not (trace.directory / MANIFEST).is_file():
         return trace

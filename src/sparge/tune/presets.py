@@ -13,6 +13,25 @@ PRESETS: dict[str, Bounds] = {
     "open-sora-plan": (0.03, 0.035),
 }
 
+_DENOISERS = {
+    "CogVideoX": "cogvideox",
+    "Mochi": "mochi",
+    "SD3": "sd3.5",
+    "Flux": "flux",
+    "OpenSora": "open-sora-plan",
+    "Wan": "cogvideox",
+    "Hunyuan": "cogvideox",
+    "LTX": "cogvideox",
+    "QwenImage": "flux",
+}
+"""How class names begin. Of families without published bounds, those of the nearest kind."""
+
+
+def preset_of(architecture: str) -> str:
+    """The preset to begin with for a model's class, such as FluxTransformer2DModel."""
+    names = [name for start, name in _DENOISERS.items() if architecture.startswith(start)]
+    return names[0] if names else "llama"
+
 
 def check_bounds(l1: float, l2: float | None) -> Bounds:
     for name, bound in (("l1", l1), ("l2", l2)):

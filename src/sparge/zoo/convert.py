@@ -1,4 +1,4 @@
-"""`python -m sparge.zoo.convert FILE.gguf DIRECTORY`: convert a model for transformers.
+"""`python -m sparge.zoo.convert KIND DIRECTORY FILE...`: write the directory of a model.
 
 In its own process: the libraries' progress bars, memory and global settings stay there.
 """
@@ -7,28 +7,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from .kinds import KINDS
 
 
-def convert(source: Path, target: Path) -> None:
-    """Float32, which holds every 4-bit value exactly; bfloat16 would round them."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where = {"gguf_file": source.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-    model: Any = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
-    # The weights are plain numbers now, but transformers refuses to save a GGUF model.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(target, max_shard_size="100GB")
-    tokenizer.save_pretrained(target)
+def convert(kind: str, target: Path, files: Sequence[Path]) -> None:
+    """Write the directory, and wait until its files are on the disk."""
+    KINDS[kind].convert(files, target)
     for file in target.iterdir():
         with open(file, "rb+") as data:
             os.fsync(data.fileno())
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))
+    convert(sys.argv[1], Path(sys.argv[2]), [Path(file).resolve() for file in sys.argv[3:]])

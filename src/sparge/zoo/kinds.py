@@ -1,0 +1,155 @@
+"""The kinds of models: how the files of a package become a directory, and that a model.
+
+A directory holds config.json and model.safetensors. Language models are written and loaded by
+transformers; the others are plain modules of this package, whose config.json names their kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .vision.task import Grid, Task, ZooModule
+
+CONFIG, WEIGHTS, PIECE = "config.json", "model.safetensors", "piece.json"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A module without its weights, and what `ZooModule` adds to it."""
+
+    model: nn.Module
+    grids: Callable[[int], Grid | None]
+    task: Task
+
+
+@dataclass(frozen=True)
+class Kind:
+    """libraries: which `convert` needs. build: None for language models."""
+
+    libraries: tuple[str, ...]
+    convert: Callable[[Sequence[Path], Path], None]
+    build: Callable[[Path, Mapping[str, Any]], Parts] | None = None
+
+
+def load_directory(directory: Path, *, dtype: torch.dtype) -> ZooModule:
+    """The model of a directory, in eval mode.
+
+    Raises ValueError if the directory is not one of a plain module.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        facts = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        kind = KINDS[facts["kind"]]
+        sizes = facts["sizes"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{str(directory)!r} is no directory of zoo.fetch for a plain module: its {CONFIG} "
+            f"names no kind of it ({error}); language models are loaded by zoo.load"
+        ) from error
+    assert kind.build is not None
+    parts = kind.build(directory, sizes)
+    parts.model.load_state_dict(load_file(directory / WEIGHTS))
+    return ZooModule(directory.name, parts.model.eval().to(dtype), parts.grids, parts.task)
+
+
+def no_grid(tokens: int) -> None:
+    """Tokens of a sequence."""
+
+
+def square_grid(tokens: int) -> Grid | None:
+    """One frame with as many rows as columns, or None."""
+    side = round(tokens**0.5)
+    return (1, side, side) if side * side == tokens else None
+
+
+def _convert_language_model(files: Sequence[Path], target: Path) -> None:
+    """Float32, which holds every 4-bit value exactly; bfloat16 would round them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (source,) = files
+    where = {"gguf_file": source.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
+    model: Any = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
+    # The weights are plain numbers now, but transformers refuses to save a GGUF model.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(target, max_shard_size="100GB")
+    tokenizer.save_pretrained(target)
+
+
+def _write_module(target: Path, kind: str, weights: Mapping[str, Tensor], sizes: Any) -> None:
+    """sizes: a dataclass, from which `build` makes the module again."""
+    from safetensors.torch import save_file
+
+    target.mkdir()
+    save_file({name: t.contiguous() for name, t in weights.items()}, target / WEIGHTS)
+    facts = {"kind": kind, "sizes": asdict(sizes)}
+    (target / CONFIG).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _convert_terrain(files: Sequence[Path], target: Path) -> None:
+    from .vision.terrain import TerrainConfig
+    from .vision.terrain_weights import convert_terrain
+
+    (source,) = files
+    _write_module(target, "terrain", convert_terrain(source.read_bytes()), TerrainConfig())
+
+
+def _build_terrain(directory: Path, sizes: Mapping[str, Any]) -> Parts:
+    from .vision.terrain import Terrain, TerrainConfig
+    from .vision.terrain_task import TerrainTask
+
+    return Parts(Terrain(TerrainConfig(**sizes)), square_grid, TerrainTask())
+
+
+def _convert_sam2(files: Sequence[Path], target: Path) -> None:
+    from .vision.sam2 import Sam2Config, convert_sam2
+
+    encoder, decoder = (file.read_bytes() for file in files)
+    _write_module(target, "sam2", convert_sam2(encoder, decoder), Sam2Config())
+
+
+def _build_sam2(directory: Path, sizes: Mapping[str, Any]) -> Parts:
+    from .vision.sam2 import Sam2, Sam2Config
+    from .vision.sam2_task import PointToMask
+
+    model = Sam2(Sam2Config(**sizes))
+    return Parts(model, model.grid_of, PointToMask())
+
+
+def _convert_music(files: Sequence[Path], target: Path) -> None:
+    """With the tokens of the piece beside the weights, so that its package is not kept."""
+    from .music.encoder import MusicConfig, convert_music
+    from .music.midi_file import read_notes, tokens_of
+
+    checkpoint, piece = (file.read_bytes() for file in files)
+    _write_module(target, "music", convert_music(checkpoint), MusicConfig())
+    tokens = tokens_of(read_notes(piece))
+    (target / PIECE).write_text(json.dumps(tokens), encoding="utf-8")
+
+
+def _build_music(directory: Path, sizes: Mapping[str, Any]) -> Parts:
+    from .music.encoder import MusicConfig, MusicEncoder
+    from .music.music_task import MaskedNotes
+
+    config = MusicConfig(**sizes)
+    piece = tuple(json.loads((directory / PIECE).read_text(encoding="utf-8")))
+    task = MaskedNotes(piece, length=min(config.tokens, len(piece)))
+    return Parts(MusicEncoder(config), no_grid, task)
+
+
+KINDS = {
+    "causal-lm": Kind(("transformers", "gguf", "accelerate"), _convert_language_model),
+    "terrain": Kind(("onnx",), _convert_terrain, _build_terrain),
+    "sam2": Kind(("onnx", "flatbuffers"), _convert_sam2, _build_sam2),
+    "music": Kind((), _convert_music, _build_music),
+}

@@ -1,0 +1,1 @@
+"""A bidirectional encoder of piano music, and MIDI files as its tokens."""

@@ -1,0 +1,1 @@
+"""Models of the zoo that are plain modules, each with a task that measures it."""
