@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -91,7 +92,6 @@ def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
     from .. import zoo
     from ..tune.tuning_windows import disjoint_windows
 
-    start = time.perf_counter()
     state = Path(args.state if args.state is not None else f"{args.profile}.state")
     # fp32 measures the attention alone; bf16 adds the rounding of every later layer.
     dtype = torch.float32 if args.dtype == "auto" else DTYPES[args.dtype]
@@ -105,9 +105,10 @@ def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
         held_out=HELD_OUT if args.held_out is None else args.held_out,
     )
     layers = attention_layers(model, args.layers)
-    try:
+
+    def tune() -> Profile:
         with progress("tuning", steps_in_all(len(layers), len(mine))) as step:
-            profile = tune_output(
+            return tune_output(
                 model,
                 [window.tokens for window in mine],
                 [window.tokens for window in others],
@@ -126,6 +127,20 @@ def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
                 state=state,
                 done=step,
             )
+
+    return write_tuned(args, state, tune, report)
+
+
+def write_tuned(
+    args: argparse.Namespace,
+    state: Path,
+    tune: Callable[[], Profile],
+    report: Callable[[Profile, argparse.Namespace, float], None],
+) -> int:
+    """Write and report a profile that meets its target; otherwise nothing but the state is kept."""
+    start = time.perf_counter()
+    try:
+        profile = tune()
     except KeyboardInterrupt:
         print(
             f"sparge: interrupted; no profile was written; the same command resumes from {state}",

@@ -7,24 +7,21 @@ Ctrl-C keeps it, and the same command resumes, also with another bound.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from pathlib import Path
 
 from ..profile import Profile
 from ..recipe import VISION
 from ..support.optional_libraries import need_libraries
 from ..tune import Trace, schedule_of, trace_pipeline, tune_renders
-from ..tune.output_budget import TargetNotMet
 from ..tune.pipeline_tracer import STEPS
 from ..tune.render_budget import DENSE_FIRST, MASSES, check_psnr
-from . import BAD_RESULT, INTERRUPTED, OK
 from .arguments import DTYPES, PIPELINE, kind_of
 from .output_figures import held_out_lines
 from .pipeline_options import call_of, open_given, prompts_of
 from .pipeline_options import schedule_of as given_schedule
 from .profile_command import layers_table
 from .screen import console, deliver, progress, show_table
+from .tune_output import write_tuned
 
 RENDER_SEEDS, HELD_OUT = 2, 3
 GB = 2**30
@@ -64,15 +61,15 @@ def make_pipeline_trace(args: argparse.Namespace, directory: Path) -> Trace:
 
 def run_renders(args: argparse.Namespace) -> int:
     check(args)
-    start = time.perf_counter()
     state = Path(args.state if args.state is not None else f"{args.profile}.state")
     prompts, call = prompts_of(args), call_of(args)
     seeds, held_out = args.seeds or RENDER_SEEDS, args.held_out or HELD_OUT
     shares = DENSE_FIRST if args.dense_first is None else (args.dense_first,)
     most = len(prompts) * ((len(MASSES) + len(shares)) * seeds + 4 * held_out)
-    try:
+
+    def tune() -> Profile:
         with progress("tuning", most) as step:
-            profile = tune_renders(
+            return tune_renders(
                 open_given(args),
                 prompts,
                 min_psnr=args.min_psnr,
@@ -88,24 +85,8 @@ def run_renders(args: argparse.Namespace) -> int:
                 state=state,
                 done=step,
             )
-    except KeyboardInterrupt:
-        print(
-            f"sparge: interrupted; no profile was written; the same command resumes from {state}",
-            file=sys.stderr,
-        )
-        return INTERRUPTED
-    except TargetNotMet as why:
-        print(
-            f"sparge: {why}. No profile was written. The measurements are in {state}: the same "
-            "command with another bound begins from them",
-            file=sys.stderr,
-        )
-        return BAD_RESULT
-    profile.save(args.profile)
-    if args.state is None:
-        state.unlink(missing_ok=True)
-    report(profile, args, time.perf_counter() - start)
-    return OK
+
+    return write_tuned(args, state, tune, report)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ the call (`routed`), and the second backend only hands the call over to it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,11 +55,11 @@ def routed(route: Route) -> Iterator[None]:
 def register() -> None:
     """Make both names known to diffusers; harmless to repeat."""
     registry = dispatch._AttentionBackendRegistry
-    for value, function in ((NAME, _sparge), (RELAY, _relay)):
+    for value, route_of in ((NAME, _anywhere), (RELAY, _running)):
         if value not in {each.value for each in dispatch.AttentionBackendName}:
             registry.register(
                 _add_member(value), constraints=[dispatch._check_device, dispatch._check_shape]
-            )(function)
+            )(_backend(route_of))
 
 
 def relay_member() -> Any:
@@ -80,62 +80,39 @@ def _add_member(value: str) -> Any:
     return member
 
 
-def _sparge(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _parallel_config: Any = None,
-) -> Tensor:
-    """Tensors `[B, L, H, D]`, self- and joint attention sparse by the default recipe."""
-    return _run(
-        _ANYWHERE,
-        query,
-        key,
-        value,
-        return_lse,
-        _parallel_config,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+def _backend(route_of: Callable[[], Route]) -> Callable[..., Tensor]:
+    """A backend that serves calls by a route; diffusers gives it the arguments that it names."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: Any = None,
+    ) -> Tensor:
+        """Tensors `[B, L, H, D]`."""
+        given = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        given |= {"scale": scale, "enable_gqa": enable_gqa}
+        return _run(route_of(), query, key, value, return_lse, _parallel_config, **given)
+
+    return attend
 
 
-def _relay(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _parallel_config: Any = None,
-) -> Tensor:
-    """Tensors `[B, L, H, D]`; the route of the processor that is running decides."""
+def _anywhere() -> Route:
+    """Self- and joint attention sparse, by the default recipe."""
+    return _ANYWHERE
+
+
+def _running() -> Route:
+    """The route of the processor that is running."""
     route = _tracing.route if torch.compiler.is_compiling() else _in_thread.route
     assert route is not None, "an accelerated processor sets its route"
-    return _run(
-        route,
-        query,
-        key,
-        value,
-        return_lse,
-        _parallel_config,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    return route
 
 
 def _run(
