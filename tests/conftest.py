@@ -68,14 +68,8 @@ def interpreted():
 
 @pytest.fixture(scope="session", params=BACKENDS)
 def backend(request):
-    """The name of a backend; the native core is held to one instruction set meanwhile."""
-    name, _, isa = request.param.partition("-")
-    if name != "cpu":
-        yield request.param
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(native.ENV_ISA, isa)
-        yield name
+    """The name of a backend; `fixed_crossover` holds the native core to one instruction set."""
+    return "cpu" if request.param.startswith("cpu-") else request.param
 
 
 def serves_fp64(name):
@@ -99,8 +93,12 @@ def widest(backend):
 def fixed_crossover(request, monkeypatch, tmp_path):
     """Routing by fixed numbers: no test measures unless it asks to, or sees the user's cache."""
     monkeypatch.setenv("SPARGE_CACHE", str(tmp_path / "cache"))
-    if "backend" not in request.fixturenames:  # the session's fixture may hold one meanwhile
-        monkeypatch.delenv(native.ENV_ISA, raising=False)
+    # For this test alone: fixtures of a module, made between two tests, must not see it.
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    name, _, isa = str(parameters.get("backend", "")).partition("-")
+    monkeypatch.delenv(native.ENV_ISA, raising=False)
+    if name == "cpu" and isa:
+        monkeypatch.setenv(native.ENV_ISA, isa)
     monkeypatch.setattr(COST, "crossover", lambda: FIXED)
     monkeypatch.setattr(COST, "_crossovers", {})
     monkeypatch.setattr(COST, "_failures", {})
