@@ -22,6 +22,7 @@ from torch import nn
 
 from .fingerprint import Fingerprint, fingerprint
 from .recipe import DEFAULT, KeepMass, Recipe
+from .schedule import Schedule
 from .support.atomic_files import replace_file
 from .support.json_text import Fields, parse_json, read_json_text
 
@@ -274,6 +275,12 @@ class Profile:
         """Mean over the tuned layers, each of its heads."""
         tuned = [layer.density for layer in self.layers.values() if layer.is_tuned]
         return sum(tuned) / len(tuned) if tuned else 1.0
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that a pipeline was tuned with; None where none is named."""
+        found = self.calibration.get("schedule")
+        return None if found is None else Schedule.from_dict(found)
 
     def recipe_for(
         self, layer_name: str, heads: Heads = None, *, noise: float | None = None

@@ -244,3 +244,18 @@ def _sampled_share(call: Call) -> float:
 def _mean(numbers: Iterable[float]) -> float:
     each = list(numbers)
     return sum(each) / len(each)
+
+
+def decided_without_numbers(call: Call) -> Estimate | None:
+    """What is known of a call before any cost is looked up; None where costs decide."""
+    if call.needs_grad:
+        return Estimate(False, "torch's own gradient of dense attention is faster")
+    if torch.compiler.is_compiling():
+        # Lengths may be symbols here. The op chooses again by its numbers when it runs.
+        return Estimate(True, "decided by its lengths when it runs")
+    if call.Lq < BLOCK_Q:
+        return Estimate(
+            False,
+            f"{call.Lq} queries do not fill a block of {BLOCK_Q}; dense attention is faster",
+        )
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..report.machine import machine_text
@@ -10,34 +10,50 @@ from ..report.table import Column, Table, error, milliseconds, share, three_digi
 from .cases import SAMPLED_ROWS, Case
 
 LOSES = " LOSS"
+Row = Mapping[str, Any]
+CASE = Column("case", "case")
 COLUMNS = (
-    Column("case", "case"),
     Column("contender", "contender"),
     Column("density", "den-\nsity", share),
     Column("error", "error", error),
     Column("quantization_error", "quant", error),
     Column("seconds", "ms", milliseconds),
 )
-LAST_COLUMNS = (
+RATIO_COLUMNS = (
     Column("ratio_text", "times\nSDPA", "{}".format),
     Column("spread", "+-", "{:.0%}".format),
+)
+LAST_COLUMNS = (
     Column("ns_per_score", "ns /\nscore", three_digits),
     Column("share_of_peak", "of\npeak", "{:.0%}".format),
 )
 
 
 def bench_table(document: dict[str, Any]) -> Table:
-    rows = [
-        {**row, **row.get("stages", {}), "case": _case_name(row), "ratio_text": _ratio_text(row)}
-        for row in document["rows"]
-    ]
-    # In the order of the row with most stages: some recipes need no prediction.
-    fullest = sorted((row.get("stages", {}) for row in rows), key=len, reverse=True)
-    stages = dict.fromkeys(name for each in fullest for name in each)
-    columns = [*COLUMNS, *(Column(name, name, milliseconds) for name in stages), *LAST_COLUMNS]
+    rows, stages = rows_with_stages(document["rows"], _case_name)
+    columns = staged_columns(CASE, stages, LAST_COLUMNS)
     on = "" if document["device"] == "cpu" else f", on {document['device']}"
     title = f"{document['heads']} heads, structured inputs{on}"
-    return Table(title, columns, rows, _notes(document, rows, list(stages)))
+    return Table(title, columns, rows, _notes(document, rows, stages))
+
+
+def rows_with_stages(
+    rows: Iterable[Row], case_name: Callable[[Row], str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows for a table, and the names of their stages."""
+    made = [
+        {**row, **row.get("stages", {}), "case": case_name(row), "ratio_text": _ratio_text(row)}
+        for row in rows
+    ]
+    # In the order of the row with most stages: some recipes need no prediction.
+    fullest = sorted((row.get("stages", {}) for row in made), key=len, reverse=True)
+    return made, list(dict.fromkeys(name for each in fullest for name in each))
+
+
+def staged_columns(case: Column, stages: Sequence[str], last: Sequence[Column]) -> list[Column]:
+    """What is compared, what it kept and how far off it is, its time by stages, and its ratio."""
+    times_of_stages = (Column(name, name, milliseconds) for name in stages)
+    return [case, *COLUMNS, *times_of_stages, *RATIO_COLUMNS, *last]
 
 
 def _notes(document: dict[str, Any], rows: list[dict[str, Any]], stages: list[str]) -> list[str]:

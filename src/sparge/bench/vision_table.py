@@ -5,35 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from ..report.machine import machine_text
-from ..report.table import Column, Table, error, milliseconds, share, times
+from ..report.table import Column, Table, milliseconds, times
+from .bench_table import Row, rows_with_stages, staged_columns
 from .cases import SAMPLED_ROWS
 
-COLUMNS = (
-    Column("case", "shape"),
-    Column("contender", "contender"),
-    Column("density", "den-\nsity", share),
-    Column("error", "error", error),
-    Column("quantization_error", "quant", error),
-    Column("seconds", "ms", milliseconds),
-)
+CASE = Column("case", "shape")
 LAST_COLUMNS = (
-    Column("ratio_text", "times\nSDPA", "{}".format),
-    Column("spread", "+-", "{:.0%}".format),
     Column("reorder_seconds", "re-\norder", milliseconds),
     Column("ratio_reordered", "times SDPA\nwith it", times),
 )
 
 
 def vision_table(document: dict[str, Any]) -> Table:
-    rows = [
-        {**row, **row.get("stages", {}), "case": _case(row), "ratio_text": _ratio(row)}
-        for row in document["rows"]
-    ]
-    fullest = sorted((row.get("stages", {}) for row in rows), key=len, reverse=True)
-    stages = dict.fromkeys(name for each in fullest for name in each)
-    columns = [*COLUMNS, *(Column(name, name, milliseconds) for name in stages), *LAST_COLUMNS]
+    rows, stages = rows_with_stages(document["rows"], _case)
+    columns = staged_columns(CASE, stages, LAST_COLUMNS)
     title = f"Shapes of picture and video models, synthetic tokens in {document['order']} order"
-    return Table(title, columns, rows, _notes(document, list(stages)))
+    return Table(title, columns, rows, _notes(document, stages))
 
 
 def _notes(document: dict[str, Any], stages: list[str]) -> list[str]:
@@ -64,11 +51,5 @@ def _notes(document: dict[str, Any], stages: list[str]) -> list[str]:
     ]
 
 
-def _case(row: dict[str, Any]) -> str:
+def _case(row: Row) -> str:
     return f"{row['shape']} d{row['head_dim']} {row['threads']}t"
-
-
-def _ratio(row: dict[str, Any]) -> str:
-    if row["why_not"] is not None:
-        return "not run"
-    return times(row["ratio"]) + (" LOSS" if row["loses"] else "")

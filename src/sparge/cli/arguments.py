@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -125,6 +126,12 @@ def refuse_options(args: argparse.Namespace, names: Iterable[str], kind: str) ->
         if value is not None and value is not False:  # 0 is given
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is not for {kind}, which {args.model} is; leave it out")
+
+
+def eval_directory(given: str | None, model: str) -> Path:
+    """Where `sparge eval` writes: as given, or named by the last part of the model's path."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).resolve().name) or "model"
+    return Path(given or f"sparge-eval-{name}")
 
 
 def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:

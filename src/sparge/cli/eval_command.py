@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from contextlib import closing, nullcontext
@@ -39,6 +38,7 @@ from .arguments import (
     add_recipe,
     add_text,
     check_directory,
+    eval_directory,
     fill_in,
     kind_of,
     refuse_options,
@@ -93,9 +93,7 @@ def run(args: argparse.Namespace) -> int:
         return run_renders(args, kind)
     refuse_options(args, (*OF_RENDERS, "order", "inputs"), kind)
     settings = settings_of(args)
-    # The last part of a path, as a portable file name.
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(settings.model).resolve().name) or "model"
-    path = Path(args.directory or f"sparge-eval-{name}")
+    path = eval_directory(args.directory, settings.model)
     check_directory(str(path))
     # These import heavy libraries; the checks above need none of them.
     from ..evaluate.eval_figures import draw_figures

@@ -20,7 +20,7 @@ from ..support.atomic_files import replace_file
 from ..support.optional_libraries import need_libraries
 from ..support.turns import threads
 from . import OK
-from .arguments import DTYPES, PIPELINE, check_directory, refuse_options
+from .arguments import DTYPES, PIPELINE, check_directory, eval_directory, refuse_options
 from .pipeline_options import OF_RENDERS, call_of, open_given, prompts_of, schedule_of
 from .screen import console, deliver, progress, show_table
 
@@ -34,8 +34,7 @@ OURS = re.compile(r"pair-\d+(-frame-\d+)?-(dense|sparge|difference)\.png")
 
 
 def run_renders(args: argparse.Namespace, kind: str) -> int:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(args.model).resolve().name) or "model"
-    path = Path(args.directory or f"sparge-eval-{name}")
+    path = eval_directory(args.directory, args.model)
     check_place(path)
     libraries = ("skimage", "flip_evaluator", "PIL")
     need_libraries("renders cannot be compared", *libraries, extra="vision")

@@ -100,7 +100,7 @@ def accelerate(
         cross_attention=cross_attention,
         protect_text=protect_text,
     )
-    names = _chosen_layers(list(found.modules), layers)
+    names = choose_layers(list(found.modules), layers)
     recipes: dict[str, Recipe | RecipeOf | None]
     if tuned is not None:
         recipe, recipes = None, _recipes_of_profile(found.model, names, tuned, force=force)
@@ -148,7 +148,7 @@ def _options(adapter: Adapter, found: Found, **given: Any) -> dict[str, Any]:
     }
 
 
-def _chosen_layers(names: list[str], layers: Layers) -> list[str]:
+def choose_layers(names: list[str], layers: Layers) -> list[str]:
     """The names that `layers` chooses; a pattern or a function without any is refused."""
     if layers is None:
         return names
@@ -194,8 +194,7 @@ def _tuned_with(
 ) -> tuple[Schedule | None, str | None]:
     """Schedule and order as given, or else those that a profile of a pipeline was tuned with."""
     facts = tuned.calibration
-    if schedule is None and (found := facts.get("schedule")) is not None:
-        schedule = Schedule.from_dict(found)
+    schedule = tuned.schedule if schedule is None else schedule
     return schedule, facts.get("order") if order is None else order
 
 

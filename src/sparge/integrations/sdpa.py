@@ -204,15 +204,26 @@ def _prepare(
 
 
 class _InThread(threading.local):
-    on = False
+    busy = False
+    route: Route | None = None
 
 
 class _Tracing:
+    """In place of the above while a graph is traced, which cannot read a thread's own values."""
+
     def __init__(self) -> None:
-        self.on = False  # of the instance from the start: a graph compares where it is
+        # Of the instance from the start: a graph compares where an attribute is.
+        self.busy = False
+        self.route: Route | None = None
 
 
 _in_thread, _tracing = _InThread(), _Tracing()
+
+
+def running() -> Any:
+    """What this thread, or the graph that is traced, is about: `busy` while a route serves an
+    intercepted call, and the `route` of a processor that is running."""
+    return _tracing if torch.compiler.is_compiling() else _in_thread
 
 
 class Intercept(TorchFunctionMode):
@@ -231,11 +242,11 @@ class Intercept(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         # What the route calls must not reach an interception around this one.
-        busy = _tracing if torch.compiler.is_compiling() else _in_thread
-        if busy.on:
+        here = running()
+        if here.busy:
             return func(*args, **kwargs)
-        busy.on = True
+        here.busy = True
         try:
             return self.route(*args, **kwargs)
         finally:
-            busy.on = False
+            here.busy = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 
 from ..dispatch import DENSE
 from ..fingerprint import fingerprint
-from ..integrations import Layers, accelerate
+from ..integrations import Layers, accelerate, choose_layers
+from ..integrations.adapters import find_adapter
 from ..recipe import DEFAULT, Recipe
 from ..renders.compare import Prompt, checked_call, plain, quiet_bars, render
 from ..renders.media import LATENT
@@ -99,15 +99,8 @@ def trace_pipeline(
 
 def chosen_layers(pipe: Any, layers: Layers = None) -> tuple[tuple[str, ...], nn.Module]:
     """The attention modules of a pipeline that `layers` chooses, and the denoiser they are of."""
-    with accelerate(pipe, backend=DENSE, layers=layers) as handle:
-        names = tuple(layer.name for layer in handle.report().layers)
-        model = handle.model
-    if layers is None:
-        return names, model
-    if callable(layers):
-        return tuple(filter(layers, names)), model
-    patterns = [layers] if isinstance(layers, str) else list(layers)
-    return tuple(n for n in names if any(fnmatchcase(n, p) for p in patterns)), model
+    _, found = find_adapter(pipe)
+    return tuple(choose_layers(list(found.modules), layers)), found.model
 
 
 class _Tracer:

@@ -138,8 +138,7 @@ def tune_renders(
 
 def schedule_of(profile: Profile) -> Schedule | None:
     """The schedule that a profile of a pipeline was tuned with; None where it names none."""
-    found = profile.calibration.get("schedule")
-    return None if found is None else Schedule.from_dict(found)
+    return profile.schedule
 
 
 def check_psnr(min_psnr: Any) -> None:

@@ -16,9 +16,8 @@ import torch
 from ...backend import Estimate
 from ...blockplan import BlockPlan
 from ...call import Call
-from ...geometry import BLOCK_Q
 from .. import cost_file
-from ..crossover import Crossover
+from ..crossover import Crossover, decided_without_numbers
 from .roofline import Card, card_of, roofline
 
 UNREAD_DENSITY = 0.75
@@ -42,18 +41,10 @@ class GpuCost:
         return self._generation
 
     def before(self, call: Call) -> Estimate:
-        if call.needs_grad:
-            return Estimate(False, "torch's own gradient of dense attention is faster")
-        if call.device == "cpu":
+        if call.device == "cpu" and not call.needs_grad:
             return Estimate(False, "Triton's interpreter runs it on the cpu: for tests only")
-        if torch.compiler.is_compiling():
-            # Lengths may be symbols here. The op chooses again by its numbers when it runs.
-            return Estimate(True, "decided by its lengths when it runs")
-        if call.Lq < BLOCK_Q:
-            return Estimate(
-                False,
-                f"{call.Lq} queries do not fill a block of {BLOCK_Q}; dense attention is faster",
-            )
+        if (decided := decided_without_numbers(call)) is not None:
+            return decided
         found = self.crossover(call.device)
         if isinstance(found, str):
             return Estimate(False, f"{found}; `sparge doctor --calibrate` measures it")

@@ -7,35 +7,20 @@ the call (`routed`), and the second backend only hands the call over to it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from diffusers.models import attention_dispatch as dispatch
 from torch import Tensor
 
 from ...recipe import DEFAULT
-from ..sdpa import CROSS, Route
+from ..sdpa import Route, running
 from ..site import Site
 
 NAME, RELAY = "sparge", "_sparge_relay"
-PARALLEL = "context parallelism: this part of the sequence alone cannot be planned"
 
 
-class _InThread(threading.local):
-    route: Route | None = None
-
-
-class _Tracing:
-    """In place of the above while a graph is traced, which cannot read a thread's own values."""
-
-    def __init__(self) -> None:
-        self.route: Route | None = None
-
-
-_in_thread, _tracing = _InThread(), _Tracing()
 _ANYWHERE = Route(Site('set_attention_backend("sparge")', DEFAULT))
 """For a model that chose the name itself and was not accelerated."""
 
@@ -43,13 +28,13 @@ _ANYWHERE = Route(Site('set_attention_backend("sparge")', DEFAULT))
 @contextmanager
 def routed(route: Route) -> Iterator[None]:
     """Inside, calls of the relay go to this route."""
-    state: Any = _tracing if torch.compiler.is_compiling() else _in_thread
-    before = state.route
-    state.route = route
+    here = running()
+    before = here.route
+    here.route = route
     try:
         yield
     finally:
-        state.route = before
+        here.route = before
 
 
 def register() -> None:
@@ -110,7 +95,7 @@ def _anywhere() -> Route:
 
 def _running() -> Route:
     """The route of the processor that is running."""
-    route = _tracing.route if torch.compiler.is_compiling() else _in_thread.route
+    route: Route | None = running().route
     assert route is not None, "an accelerated processor sets its route"
     return route
 
@@ -152,4 +137,4 @@ class OwnBackend:
         return out.permute(0, 2, 1, 3)
 
 
-__all__ = ["CROSS", "NAME", "PARALLEL", "RELAY", "OwnBackend", "register", "relay_member", "routed"]
+__all__ = ["NAME", "RELAY", "OwnBackend", "register", "relay_member", "routed"]
