@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs lint format sanitize fuzz bench gpu-check wheel clean setup
+.PHONY: demo test docs lint format sanitize fuzz bench engines gpu-check wheel clean setup
 
 setup: $(VENV)/.done
 
@@ -78,6 +78,11 @@ bench: setup
 	$(BIN)/sparge bench --output build/bench.json
 	$(BIN)/python -m benchmarks.targets build/bench.json
 
+# The engines that serve many users or split one sequence, for real: vLLM, DeepSpeed, yunchang, diffusers. In an
+# environment of its own, .venv-engines, because they pin other versions; scripts/engines.sh makes it.
+engines:
+	scripts/engines.sh
+
 # On a machine with a GPU: the conformance suite and the benchmark on the card, as build/gpu-check.json to share. In an
 # environment of its own, .venv-gpu; scripts/gpu_check.sh says how to choose the torch for AMD and Intel cards.
 gpu-check:
@@ -88,4 +93,4 @@ wheel: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check_wheel.sh
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) .venv-engines build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

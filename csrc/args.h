@@ -215,7 +215,9 @@ struct AttendArgs : ScoreArgs {
   int pool_group;
   char* out;
   Dtype out_dtype;
+  int64_t out_stride_h, out_stride_l;  // bytes
   float* lse;
+  int64_t lse_stride_h;
   int32_t* pv_skips;
 };
 

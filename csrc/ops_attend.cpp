@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "attend_checks.h"
 #include "tasks.h"
 #include "tensors.h"
 
@@ -18,41 +19,6 @@ std::vector<int64_t> long_lists_first(const int32_t* counts, int64_t n) {
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t x, int64_t y) { return counts[x] > counts[y]; });
   return order;
-}
-
-// The power of two that V is multiplied by: 1, unless sums of the largest |v| would overflow, or
-// all of V is so small that products which flush subnormal numbers would lose it.
-float factor_for(float largest, int64_t Lk) {
-  const float room = std::ldexp(1.0f, 126 - 6 - int(std::ceil(std::log2(double(Lk)))));
-  if (largest >= room) return std::ldexp(1.0f, -8 - int(std::ceil(std::log2(double(Lk)))));
-  if (largest > 0.0f && largest < 0x1p-64f) return 0x1p63f;
-  return 1.0f;
-}
-
-// The value has the dtype of its precision; query and key are checked already.
-void check_value(const AttendArgs& a) {
-  const bool fast = a.precision == Precision::int8_fast;
-  if ((a.value.dtype == Dtype::i8) != fast)
-    refuse("value must be ", fast ? "int8 codes" : "float32, bfloat16 or float16", " in precision ",
-           int(a.precision));
-  if ((a.v_scale != nullptr) != fast)
-    refuse(fast ? "v_scale is needed with int8 values"
-                : "v_scale must be None without int8 values");
-  if (a.key.dtype != Dtype::i8 && a.value.dtype != a.key.dtype)
-    refuse("value must have the dtype of key");
-}
-
-// The value of a pooled entry has the dtype of V, or is fp32 in `exact`; its key that of a key.
-void check_pooled(const AttendArgs& a, const AttendArgs& pooled) {
-  const bool exact = a.precision == Precision::exact;
-  auto same = [&](Dtype x, Dtype y) { return x == y || (exact && x == Dtype::f32); };
-  if (!same(pooled.key.dtype, a.key.dtype))
-    refuse("pooled_key must have the dtype of key", exact ? ", or float32" : "");
-  if (!same(pooled.value.dtype, a.value.dtype))
-    refuse("pooled_value must have the dtype of value", exact ? ", or float32" : "");
-  if ((pooled.v_scale != nullptr) != (a.v_scale != nullptr))
-    refuse(a.v_scale ? "pooled_v_scale is needed with int8 values"
-                     : "pooled_v_scale must be None without int8 values");
 }
 
 // What is known of each key block.
@@ -112,6 +78,9 @@ void attend(const Tensor& query, const Tensor& key, const Tensor& value, MaybeTe
   a.out = arguments.write_floats("out", out, {s.B, s.Hq, s.Lq, s.Dv}, &a.out_dtype);
   a.lse = arguments.write<float>("lse", lse, {s.B, s.Hq, s.Lq});
   a.pv_skips = arguments.write<int32_t>("pv_skips", pv_skips, {s.B, s.Hq, s.n_q()});
+  a.out_stride_l = s.Dv * int64_t(out.element_size());
+  a.out_stride_h = s.Lq * a.out_stride_l;
+  a.lse_stride_h = s.Lq;
   AttendArgs pooled{};
   if (pooled_key) {
     if (!pooled_value) refuse("pooled_value is needed with pooled_key");
@@ -138,15 +107,7 @@ void attend(const Tensor& query, const Tensor& key, const Tensor& value, MaybeTe
   const int64_t heads = s.B * s.Hk;
   BlockFacts facts = find_facts(k, &a);
   std::vector<float> largest(static_cast<size_t>(heads)), factor(static_cast<size_t>(heads));
-  const double most = a.out_dtype == Dtype::f16    ? 65504.0
-                      : a.out_dtype == Dtype::bf16 ? 3.3895313892515355e38
-                                                   : 3.4028234663852886e38;
-  for (int64_t i = 0; i < heads; ++i) {
-    float x = 0.0f;
-    for (int64_t j = 0; j < s.n_k(); ++j) x = std::max(x, facts.largest[size_t(i * s.n_k() + j)]);
-    factor[size_t(i)] = factor_for(x, s.Lk);
-    largest[size_t(i)] = float(std::min(double(x), most));
-  }
+  bound_values(a, facts.largest.data(), largest.data(), factor.data());
   a.finite = facts.finite.data();
   a.largest = largest.data();
   a.v_factor = factor.data();

@@ -25,12 +25,6 @@ void run_pieces(const Kernels& k, int64_t heads, int64_t per_head, size_t scratc
   run_tasks(k, heads * per_head, scratch, order.data(), f);
 }
 
-void check_between(const char* name, const double* x, int64_t n, double low, double high) {
-  for (int64_t i = 0; i < n; ++i)
-    if (!(x[i] >= low && x[i] <= high))
-      refuse(name, " must be in ", low, " … ", high, ", got ", x[i]);
-}
-
 void predict(const Tensor& query, const Tensor& key, MaybeTensor q_scale, int64_t q_rows_per_scale,
              MaybeTensor k_scale, int64_t k_rows_per_scale, int64_t precision, double softmax_scale,
              MaybeTensor q_pooled, MaybeTensor k_pooled, MaybeTensor k_similarity,

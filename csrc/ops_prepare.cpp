@@ -46,11 +46,7 @@ void statistics(const Tensor& x, int64_t block, MaybeTensor mean, MaybeTensor co
                 MaybeTensor scale, MaybeTensor pooled, MaybeTensor similarity, MaybeTensor key_mean,
                 double softmax_scale, MaybeTensor lse_shift, int64_t isa) {
   const Kernels& k = kernels_of(isa);
-  if (block < 1 || block > kBlockQ || kBlockQ % block)
-    refuse("block must be a divisor of ", kBlockQ, ", got ", block);
-  if (codes.has_value() != scale.has_value()) refuse("codes and scale must come together");
-  if (key_mean.has_value() != lse_shift.has_value())
-    refuse("key_mean and lse_shift must come together");
+  check_statistics(block, codes, scale, key_mean, lse_shift);
   Arguments arguments;
   StatisticsArgs a{};
   a.x = arguments.float_rows("x", x, {kAny, kAny, kAny, kAny});

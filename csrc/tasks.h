@@ -68,18 +68,19 @@ int64_t first_bad_row(const Kernels& kernels, int64_t n, int64_t width, const F&
   return bad < n ? bad.load() : -1;
 }
 
-// Every list holds its count of key blocks, ascending.
+// Whether a list holds its count of key blocks, ascending.
+inline bool is_list(int64_t count, const int32_t* list, int64_t n_k) {
+  if (count < 0 || count > n_k) return false;
+  if (count == 0) return true;
+  bool ascending = list[0] >= 0 && list[count - 1] < n_k;
+  for (int64_t j = 1; j < count; ++j) ascending &= list[j - 1] < list[j];
+  return ascending;
+}
+
 inline void check_lists(const Kernels& k, const int32_t* counts, const int32_t* indices, int64_t n,
                         int64_t n_k) {
-  const int64_t row = first_bad_row(k, n, n_k, [&](int64_t i) {
-    const int32_t* list = indices + i * n_k;
-    const int64_t count = counts[i];
-    if (count < 0 || count > n_k) return false;
-    if (count == 0) return true;
-    bool ascending = list[0] >= 0 && list[count - 1] < n_k;
-    for (int64_t j = 1; j < count; ++j) ascending &= list[j - 1] < list[j];
-    return ascending;
-  });
+  const int64_t row = first_bad_row(
+      k, n, n_k, [&](int64_t i) { return is_list(counts[i], indices + i * n_k, n_k); });
   if (row < 0) return;
   in_range("counts", counts[row], 0, n_k);
   refuse("indices must be ascending key blocks in 0 … ", n_k - 1, "; list ", row, " of ", n,

@@ -78,6 +78,26 @@ inline int64_t in_range(const char* name, int64_t x, int64_t low, int64_t high) 
   return x;
 }
 
+inline void check_floats(const char* name, const Rows& r) {
+  if (r.dtype == Dtype::i8) refuse(name, " must be float32, bfloat16 or float16, got int8");
+}
+
+inline void check_between(const char* name, const double* x, int64_t n, double low, double high) {
+  for (int64_t i = 0; i < n; ++i)
+    if (!(x[i] >= low && x[i] <= high))
+      refuse(name, " must be in ", low, " … ", high, ", got ", x[i]);
+}
+
+// What a pass over Q or K may be asked for.
+inline void check_statistics(int64_t block, const MaybeTensor& codes, const MaybeTensor& scale,
+                             const MaybeTensor& key_mean, const MaybeTensor& lse_shift) {
+  if (block < 1 || block > kBlockQ || kBlockQ % block)
+    refuse("block must be a divisor of ", kBlockQ, ", got ", block);
+  if (codes.has_value() != scale.has_value()) refuse("codes and scale must come together");
+  if (key_mean.has_value() != lse_shift.has_value())
+    refuse("key_mean and lse_shift must come together");
+}
+
 // The arguments of one call of an op.
 class Arguments {
  public:
@@ -86,9 +106,7 @@ class Arguments {
   // A tensor [B, H, L, D] of any strides.
   Rows rows(const char* name, const Tensor& x, const Sizes& sizes) {
     check(name, x, sizes);
-    if (x.size(2) > kMaxLength) refuse(name, " has more than ", kMaxLength, " rows");
-    if (x.size(3) > kMaxDim)
-      refuse(name, " must have a head dim of at most ", kMaxDim, ", got ", x.size(3));
+    check_row_sizes(name, x.size(2), x.size(3));
     Rows r;
     r.dtype = dtype(name, x);
     const int64_t bytes = int64_t(x.element_size());
@@ -101,7 +119,16 @@ class Arguments {
   }
   Rows float_rows(const char* name, const Tensor& x, const Sizes& sizes) {
     const Rows r = rows(name, x, sizes);
-    if (r.dtype == Dtype::i8) refuse(name, " must be float32, bfloat16 or float16, got int8");
+    check_floats(name, r);
+    return r;
+  }
+
+  // A contiguous tensor [L, H, D]; how its rows lie is for the caller to say.
+  Rows contiguous_rows(const char* name, const Tensor& x, const Sizes& sizes) {
+    Rows r;
+    r.dtype = dtype(name, x);
+    r.data = static_cast<const char*>(contiguous(name, x, x.scalar_type(), sizes, false));
+    check_row_sizes(name, x.size(0), x.size(2));
     return r;
   }
 
@@ -161,26 +188,36 @@ class Arguments {
         scales("q_scale", q_scale, codes, "q_rows_per_scale", q_rows_per_scale, {s.B, s.Hq, s.Lq});
     a->k_scale =
         scales("k_scale", k_scale, codes, "k_rows_per_scale", k_rows_per_scale, {s.B, s.Hk, s.Lk});
-    a->precision = Precision(in_range("precision", precision, 0, int64_t(Precision::exact)));
-    const bool quantized = a->precision == Precision::int8 || a->precision == Precision::int8_fast;
-    if (codes && !quantized)
-      refuse("query and key must be float32, bfloat16 or float16 in precision ", precision);
-    if (needs_codes && quantized && !codes)
-      refuse("query and key must be int8 codes in precision ", precision);
+    a->precision = Arguments::precision(precision, codes, needs_codes);
     a->softmax_scale = finite("softmax_scale", softmax_scale);
+  }
+
+  // Precisions of 8 bits, and no others, have codes as query and key.
+  static Precision precision(int64_t number, bool codes, bool needs_codes) {
+    const Precision p = Precision(in_range("precision", number, 0, int64_t(Precision::exact)));
+    const bool quantized = p == Precision::int8 || p == Precision::int8_fast;
+    if (codes && !quantized)
+      refuse("query and key must be float32, bfloat16 or float16 in precision ", number);
+    if (needs_codes && quantized && !codes)
+      refuse("query and key must be int8 codes in precision ", number);
+    return p;
   }
 
   // Scales of rows; `codes` says whether the rows are codes, which alone have scales.
   Scales scales(const char* name, const MaybeTensor& x, bool codes, const char* rows_name,
                 int64_t rows_per_scale, Sizes sizes) {
+    Scales s;
+    if (codes) {
+      s.rows_per_scale = in_range(rows_name, rows_per_scale, 1, kMaxLength);
+      sizes[2] = s.per_head = blocks_of(sizes[2], rows_per_scale);
+    }
+    s.data = row_scales(name, x, codes, sizes);
+    return s;
+  }
+  const float* row_scales(const char* name, const MaybeTensor& x, bool codes, const Sizes& sizes) {
     if (x.has_value() != codes)
       refuse(name, codes ? " is needed with int8 codes" : " must be None without int8 codes");
-    Scales s;
-    if (!x) return s;
-    s.rows_per_scale = in_range(rows_name, rows_per_scale, 1, kMaxLength);
-    sizes[2] = s.per_head = blocks_of(sizes[2], rows_per_scale);
-    s.data = read<float>(name, *x, sizes);
-    return s;
+    return read<float>(name, x, sizes);
   }
 
   TokenMask tokens(const MaybeTensor& mask, const MaybeTensor& kinds, bool is_causal,
@@ -251,6 +288,10 @@ class Arguments {
       numbers *= x.size(int64_t(i)) < kMaxNumbers ? x.size(int64_t(i)) : kMaxNumbers;
       if (numbers > kMaxNumbers) refuse(name, " is too large, ", text_of(x));
     }
+  }
+  static void check_row_sizes(const char* name, int64_t L, int64_t D) {
+    if (L > kMaxLength) refuse(name, " has more than ", kMaxLength, " rows");
+    if (D > kMaxDim) refuse(name, " must have a head dim of at most ", kMaxDim, ", got ", D);
   }
   static Dtype dtype(const char* name, const Tensor& x) {
     switch (x.scalar_type()) {

@@ -323,7 +323,8 @@ struct Walk {
       finite &= !pools[i_k] || finite_blocks[i_k] != 0;
     const float bound = a.largest[key_head()], back = 1.0f / a.v_factor[key_head()];
     alignas(64) float rows[kLanes * kMaxDim];
-    const int64_t out_bytes = shape.Dv * bytes_of(a.out_dtype);
+    char* out = a.out + query_head() * a.out_stride_h;
+    float* lses = a.lse + query_head() * a.lse_stride_h;
     for (int g = 0; g < n_groups; ++g) {
       GroupState& state = groups[g];
       const F32x16 row_sum = load(state.row_sum), row_max = load(state.row_max);
@@ -343,16 +344,15 @@ struct Walk {
         transpose(o + d * kLanes, kLanes, rows + d, kMaxDim);
       const int64_t first = i_q * kBlockQ + g * kLanes;
       for (int i = 0; i < kLanes && first + i < shape.Lq; ++i) {
-        const int64_t row = query_head() * shape.Lq + first + i;
-        write_row(a.out + row * out_bytes, a.out_dtype, shape.Dv, rows + i * kMaxDim);
+        write_row(out + (first + i) * a.out_stride_l, a.out_dtype, shape.Dv, rows + i * kMaxDim);
         float lse = -INFINITY;
         if (broken >> i & 1)
           lse = NAN;
         else if (some >> i & 1) {
           lse = (state.shift[i] + std::log2(state.row_sum[i])) * kLn2;
-          if (a.lse_shift) lse += a.lse_shift[row];
+          if (a.lse_shift) lse += a.lse_shift[query_head() * shape.Lq + first + i];
         }
-        a.lse[row] = lse;
+        lses[first + i] = lse;
       }
     }
     a.pv_skips[query_head() * shape.n_q() + i_q] = skips_counted;

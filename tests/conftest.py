@@ -104,6 +104,7 @@ def fixed_crossover(request, monkeypatch, tmp_path):
     monkeypatch.setattr(COST, "_failures", {})
     monkeypatch.setattr(COST, "_measuring", {})
     monkeypatch.setattr("sparge.dispatch.call_cache._known", {})
+    monkeypatch.setattr("sparge.dispatch.call_cache._known_packs", {})
 
 
 @pytest.fixture(autouse=True)

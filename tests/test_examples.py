@@ -78,6 +78,13 @@ def diffusers_pipeline(out):
     assert "grids of visual tokens: 4×16×16" in out
 
 
+def ring(out):
+    assert "ring of 2: one plan of the whole sequence" in out
+    assert out.count("kept") == 2
+    (distance,) = numbers(r"from one process ([\d.]+)", out)
+    assert distance < 0.005
+
+
 CHECKS = [
     drop_in_sdpa,
     transformers_model,
@@ -85,6 +92,7 @@ CHECKS = [
     plans_and_pictures,
     error_budget,
     varlen,
+    ring,
     diffusers_pipeline,
 ]
 

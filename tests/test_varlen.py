@@ -17,6 +17,9 @@ RECIPES = {
     "half": Recipe(KeepFraction(0.5), precision="half", pv_skip=1.0),
     "exact": EXACT,
     "pool": Recipe(KeepFraction(0.5), skipped="pool", pool_group=16),
+    "keep all": Recipe(KeepAll(), pv_skip=1.5),
+    "int8-fast pool": Recipe(KeepFraction(0.4), "mean", precision="int8-fast", skipped="pool"),
+    "protected": Recipe(KeepFraction(0.1), "mean", precision="half", protect=((3, 9), (-4, None))),
     "exact per head": Recipe(KeepMass((0.3, 0.6, 0.9, 1.0)), "rows", precision="exact"),
 }
 

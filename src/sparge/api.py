@@ -121,7 +121,7 @@ def attention(
         )
     elif torch.compiler.is_compiling() or wants_op(query) or (call.needs_grad and not dense):
         flags = (return_lse, call.needs_grad, backend, label)
-        out, lse, *_ = torch.ops.sparge.attention(*inputs, *facts_of(call), *flags)
+        out, lse, *_ = torch.ops.sparge.attention(*inputs[:5], *facts_of(call), *flags)
     else:
         # The same work without the dispatcher, whose cost is noticeable in short calls.
         done = run_attention(call, choice, inputs)

@@ -10,7 +10,7 @@ from .blockplan import BlockPlan
 from .call import Call
 from .geometry import ROW_GROUP
 from .host import Host
-from .stages import PackedStages, Stages
+from .stages import KeySums, PackedStages, Stages
 
 AUTO, DENSE, CPU = "auto", "dense", "cpu"
 ENV_BACKEND = "SPARGE_BACKEND"
@@ -98,6 +98,8 @@ class Backend:
     raises_heads: its attend stage runs the heads that an error budget raised in the caller's own
     precision; if not, they are run as calls of their own.
     packed: stages that attend packed sequences at once; without them, one after another.
+    plain_operands: what it prepares are plain tensors of rows, which may come from elsewhere.
+    key_sums: makes the mean key of sums over blocks, which may come from elsewhere.
     """
 
     name: str
@@ -109,3 +111,5 @@ class Backend:
     row_group: int = ROW_GROUP
     raises_heads: bool = False
     packed: Callable[[], PackedStages] | None = None
+    plain_operands: bool = False
+    key_sums: Callable[[], KeySums] | None = None

@@ -13,13 +13,16 @@ from .recipe import KeepAll, KeepError, Recipe
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call. A plan without `KeepError` needs no value."""
+    """The tensors of one call. A plan without `KeepError` needs no value. key_mean: fp32
+    `[B, Hk, D]`, what smoothing takes from the keys; None is the mean of these keys, and a caller
+    that has a part of them gives that of all."""
 
     query: Tensor
     key: Tensor
     value: Tensor | None
     attn_mask: Tensor | None = None
     block_mask: Tensor | None = None
+    key_mean: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +16,10 @@ from .backends.dense import attend_dense
 from .blockplan import BlockPlan, plan_from_mask
 from .call import Call, Inputs
 from .dispatch import Backend, Choice, choose, get_backend, host, route_by_plan, settle
-from .geometry import diagonal_offset
 from .record import Run, Stopwatch, note
-from .stages import Attended, AttendedPack, PackedStages, Prepared, raised_key_heads
+from .stages import Attended, Prepared, raised_key_heads
 from .support.autocast import without_autocast
 from .tokenmask import EXCLUDED, TokenMask
-
-Cuts = tuple[list[int], list[int]]
-"""Where packed sequences begin and end: of the queries, and of the keys."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +38,14 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
     choice = settle(call, choice)
     watch = Stopwatch(call, choice, inputs.query.device)
     if choice.backend == DENSE:
-        return _run_dense(call, inputs, tokens, watch)
+        return run_dense(call, inputs, tokens, watch)
     backend = get_backend(choice.backend)
     with undisturbed(call.device):
         prepared, plan = _plan(call, inputs, tokens, backend, watch, to_attend=True)
         if not call.needs_grad:  # the backward needs the plan
             watch.choice = route_by_plan(plan, call, choice)
         if watch.choice.backend == DENSE:
-            return _run_dense(call, inputs, tokens, watch)
+            return run_dense(call, inputs, tokens, watch)
         with watch.stage("attend"):
             done = _attend(backend, call, inputs, prepared, plan, tokens)
     return Outcome(done.out, done.lse, plan, run_of("attention", watch, plan, done.pv_skips))
@@ -123,88 +118,6 @@ def _plan(
         return prepared, stages.select(call, prepared, mass, tokens)
 
 
-def run_varlen(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, *, backend: str, align: str
-) -> tuple[Tensor, Tensor | None]:
-    """Packed sequences `[T, H, D]`: all at once where one backend serves them all and can, or one
-    after another. `call` is the whole pack as one call."""
-    outs, lses, runs = [], [], []
-    each = choices(call, cuts, backend, align)
-    at_once = _packed_stages(call, each)
-    if at_once is not None:
-        return _run_packed(call, query, key, value, cuts, align, at_once, each)
-    for inputs, (one, choice) in zip(sequences(query, key, value, cuts), each, strict=True):
-        done = run_attention(one, choice, inputs)
-        outs.append(done.out[0].transpose(0, 1))
-        lses.append(done.lse)
-        runs.append(done.run)
-    note(run_together(call, [run for run in runs if run is not None]))
-    lse = torch.cat([x[0] for x in lses if x is not None], 1) if call.return_lse else None
-    return torch.cat(outs), lse
-
-
-def _packed_stages(call: Call, each: list[tuple[Call, Choice]]) -> PackedStages | None:
-    """Stages that attend all sequences at once, if the same backend was chosen for all."""
-    names = {choice.backend for _, choice in each}
-    if len(names) != 1 or DENSE in names:
-        return None
-    backend = get_backend(names.pop())
-    stages = None if backend.packed is None else backend.packed()
-    return None if stages is None or stages.why_not_packed(call) else stages
-
-
-def _run_packed(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cuts: Cuts,
-    align: str,
-    stages: PackedStages,
-    each: list[tuple[Call, Choice]],
-) -> tuple[Tensor, Tensor | None]:
-    inputs = Inputs(*(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)))
-    watch = Stopwatch(call, each[0][1], query.device)
-    with undisturbed(call.device):
-        done = stages.attend_packed(call, inputs, cuts, align, watch.stage)
-    if watch.active:
-        note(run_together(call, _parts_of_pack(watch, each, done)))
-    return done.out, done.lse if call.return_lse else None
-
-
-def _parts_of_pack(
-    watch: Stopwatch, each: list[tuple[Call, Choice]], done: AttendedPack
-) -> list[Run]:
-    """One run for each sequence. They ran together: each has its share of the time, by blocks."""
-    plans = done.plans()
-    whole = max(sum(int(plan.allowed.sum()) for plan, _ in plans), 1)
-    runs = []
-    for (one, choice), (plan, skips) in zip(each, plans, strict=True):
-        own = Stopwatch(one, choice, watch.device)
-        share = int(plan.allowed.sum()) / whole
-        own.seconds = {name: seconds * share for name, seconds in watch.seconds.items()}
-        run = run_of("attention", own, plan, skips)
-        assert run is not None
-        runs.append(run)
-    return runs
-
-
-def choices(call: Call, cuts: Cuts, backend: str, align: str) -> list[tuple[Call, Choice]]:
-    """What each packed sequence gets, by its own lengths; decided before any of them runs."""
-    each = []
-    for (q_start, q_stop), (k_start, k_stop) in zip(*map(pairwise, cuts), strict=True):
-        Lq, Lk = q_stop - q_start, k_stop - k_start
-        each.append(replace(call, Lq=Lq, Lk=Lk, offset=diagonal_offset(Lq, Lk, align)))
-    return [(one, choose(one, backend)) for one in each]
-
-
-def sequences(query: Tensor, key: Tensor, value: Tensor, cuts: Cuts) -> Iterator[Inputs]:
-    """Views `[1, H, L, D]` of the packed sequences, one after another."""
-    for (q_start, q_stop), (k_start, k_stop) in zip(*map(pairwise, cuts), strict=True):
-        parts = (query[q_start:q_stop], key[k_start:k_stop], value[k_start:k_stop])
-        yield Inputs(*(x.transpose(0, 1).unsqueeze(0) for x in parts))
-
-
 def tokens_of(call: Call, inputs: Inputs) -> TokenMask:
     return TokenMask(call.Lq, call.Lk, call.is_causal, call.offset, inputs.attn_mask)
 
@@ -254,7 +167,8 @@ def _by_head(counts: Tensor) -> tuple[int, ...]:
     return tuple(counts.sum((0, 2)).tolist())
 
 
-def _run_dense(call: Call, inputs: Inputs, tokens: TokenMask, watch: Stopwatch) -> Outcome:
+def run_dense(call: Call, inputs: Inputs, tokens: TokenMask, watch: Stopwatch) -> Outcome:
+    """Dense attention of one call, timed as the attend stage."""
     assert inputs.value is not None
     with watch.stage("attend"):
         out, lse = attend_dense(
@@ -294,43 +208,6 @@ def _run(what: str, watch: Stopwatch, **facts: Any) -> Run:
         recipe=watch.call.recipe,
         seconds={**watch.seconds, "total": sum(watch.seconds.values())},
         **facts,
-    )
-
-
-def run_together(call: Call, runs: list[Run]) -> Run | None:
-    """One record of a varlen call: blocks add up, and each sequence keeps its own in `parts`."""
-    if not runs:
-        return None
-    allowed = sum(run.allowed for run in runs)
-    # Sequences may go to different backends, short ones to dense for example.
-    names = list(dict.fromkeys(run.backend for run in runs))
-    stages = dict.fromkeys(name for run in runs for name in run.seconds)
-    errors, bounds = (
-        [x for run in runs if (x := getattr(run, name)) is not None]
-        for name in ("error_by_head", "bound_by_head")
-    )
-    return replace(
-        runs[0],
-        what="attention_varlen",
-        call=f"{len(runs)} sequences, {call}",
-        backend="+".join(names),
-        isa="+".join(dict.fromkeys(run.isa for run in runs)),
-        reason=runs[0].reason if len(names) == 1 else "each sequence by its own length; see parts",
-        rejected=runs[0].rejected if len(names) == 1 else {},
-        routed_to_dense=all(run.routed_to_dense for run in runs),
-        sparsity=sum(run.sparsity * run.allowed for run in runs) / max(allowed, 1),
-        kept=sum(run.kept for run in runs),
-        allowed=allowed,
-        pv_skips=sum(run.pv_skips for run in runs),
-        pv_groups=sum(run.pv_groups for run in runs),
-        kept_by_head=(),
-        allowed_by_head=(),
-        pv_skips_by_head=(),
-        error_by_head=tuple(map(max, zip(*errors, strict=True))) if errors else None,
-        bound_by_head=tuple(map(max, zip(*bounds, strict=True))) if bounds else None,
-        precision_by_head=None,
-        seconds={name: sum(run.seconds.get(name, 0.0) for run in runs) for name in stages},
-        parts=tuple(runs),
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,56 @@ from .recipe import Recipe
 _collectors: ContextVar[tuple[list[Run], ...]] = ContextVar("sparge_record", default=())
 _watchers: dict[str, Callable[[Run], None]] = {}
 _UNTIMED = nullcontext()
+
+
+@dataclass(frozen=True)
+class RingShare:
+    """One rank of a ring. kept, allowed: blocks that it attended, and might have. sent: bytes by
+    purpose: `agree`, `move` (rows to where they are attended, and results back), `plan`, `blocks`
+    (keys and values). seconds: of its attend stage; waited: seconds in all for messages."""
+
+    rank: int
+    kept: int
+    allowed: int
+    sent: dict[str, int]
+    seconds: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class RingReport:
+    """All ranks of a ring. dense_bytes: what a ring that sends every key and value would send."""
+
+    shares: tuple[RingShare, ...]
+    dense_bytes: int
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(sum(share.sent.values()) for share in self.shares)
+
+    @property
+    def bytes_ratio(self) -> float:
+        """Bytes sent, of all purposes, against the dense ring's."""
+        return self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Kept blocks of the rank that has the most, against the mean."""
+        total = sum(share.kept for share in self.shares)
+        return max(share.kept for share in self.shares) * len(self.shares) / max(total, 1)
+
+    def __str__(self) -> str:
+        lines = [
+            f"ring of {len(self.shares)}: one plan of the whole sequence; {self.bytes_sent} bytes "
+            f"sent, {self.bytes_ratio:.2f} of a dense ring's; imbalance {self.imbalance:.2f}"
+        ]
+        for share in self.shares:
+            sent = " ".join(f"{name} {n}" for name, n in share.sent.items())
+            lines.append(
+                f"  rank {share.rank}: kept {share.kept} of {share.allowed} blocks, attend "
+                f"{share.seconds * 1e3:.1f} ms, waited {share.waited * 1e3:.1f} ms, sent {sent}"
+            )
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -38,6 +88,7 @@ class Run:
     error_by_head, bound_by_head: what `KeepError` measured of skipping and 8 bits together, and the
     upper confidence bound that it chose by; the largest of the batch; None without it.
     precision_by_head: where `KeepError` raised some heads above the recipe's precision; else None.
+    ring: of `ring_attention`, what its ranks sent and did; the counts above are this rank's.
     """
 
     what: str
@@ -64,6 +115,7 @@ class Run:
     precision_by_head: tuple[str, ...] | None = None
     row_group: int = ROW_GROUP
     cost_source: str = ""
+    ring: RingReport | None = None
 
     @property
     def density(self) -> float:
@@ -88,6 +140,7 @@ class Run:
             "pv_skipped": self.pv_skipped,
             "recipe": self.recipe.to_dict(),
             "parts": [part.to_dict() for part in self.parts],
+            "ring": None if self.ring is None else asdict(self.ring),
         }
 
     def __str__(self) -> str:

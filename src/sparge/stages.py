@@ -11,7 +11,7 @@ them. A module or an object that has all of them satisfies `Stages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -41,7 +41,8 @@ class Statistics:
 @dataclass(frozen=True)
 class Prepared:
     """What the later stages read. query, key, value: the caller's own, which `KeepError` measures
-    with. pooled: what skipped blocks contribute; None where they contribute nothing."""
+    with. pooled: what skipped blocks contribute; None where they contribute nothing. key_mean: fp32
+    `[B, Hk, D]`, where keys were smoothed."""
 
     operands: Operands
     statistics: Statistics = Statistics()
@@ -49,6 +50,7 @@ class Prepared:
     key: Tensor | None = None
     value: Tensor | None = None
     pooled: Pooled | None = None
+    key_mean: Tensor | None = None
 
     def query_blocks(self, start: int, stop: int) -> Prepared:
         """The same keys and values with query blocks `start … stop-1` alone."""
@@ -100,13 +102,26 @@ class Attended:
 
 
 @dataclass(frozen=True)
+class SomeOf:
+    """Sequences of a pack. numbers: those to attend, ascending. routed: calls of those among them
+    that `auto` chose, by number; each is left out if its plan shows that dense attention is
+    faster. into: the out and lse of the whole pack, whose rows are written."""
+
+    numbers: list[int]
+    routed: Mapping[int, Call]
+    into: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
 class AttendedPack:
     """Packed sequences: out `[T, Hq, Dv]`, lse `[Hq, T]`. plans: makes each sequence's plan, with
-    its `pv_skips`, for the record."""
+    its `pv_skips`, for the record. left: numbers of sequences that were left out once planned;
+    their rows, and those of sequences that were not asked for, are not written."""
 
     out: Tensor
     lse: Tensor
     plans: Callable[[], list[tuple[BlockPlan, Tensor]]]
+    left: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,11 +171,29 @@ class Stages(Protocol):
         ...
 
 
+class KeySums(Protocol):
+    """What a backend whose mean key can be made of parts implements besides `Stages`."""
+
+    def sum_keys(self, key: Tensor) -> Tensor:
+        """Of each key block, `[B, Hk, n, D]`: what the mean is made of."""
+        ...
+
+    def mean_of_sums(self, sums: Tensor, n_keys: int) -> Tensor:
+        """The mean `[B, Hk, D]` that `prepare` computes of all keys, of the sums of all blocks."""
+        ...
+
+
 class PackedStages(Protocol):
     """What a backend that attends packed sequences at once implements besides `Stages`."""
 
-    def why_not_packed(self, call: Call) -> str | None:
-        """Why sequences of this call run one after another, or None."""
+    def why_not_packed(self, call: Call, *, whole: bool) -> str | None:
+        """Why sequences of this call run one after another, or None. whole: no sequence of the
+        pack is left out."""
+        ...
+
+    def faster_than_dense(self, calls: Mapping[int, Call]) -> Mapping[int, str]:
+        """Of sequences that keep every block, those that were measured to be faster in one pack
+        than dense attention of each, and why."""
         ...
 
     def attend_packed(
@@ -170,9 +203,10 @@ class PackedStages(Protocol):
         cuts: tuple[list[int], list[int]],
         align: str,
         stage: Callable[[str], AbstractContextManager[None]],
+        some: SomeOf | None = None,
     ) -> AttendedPack:
         """All stages over the whole pack, viewed as one sequence `[1, H, T, D]`. stage: times what
-        is run inside of it."""
+        is run inside of it. some: the sequences to attend; None attends all."""
         ...
 
 

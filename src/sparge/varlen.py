@@ -11,7 +11,7 @@ from .api import PackedOptions, attention, wants_op
 from .backend import AUTO
 from .call import Call
 from .check import check_boundaries, check_varlen
-from .execute import choices, run_together, run_varlen, sequences
+from .execute_varlen import choices, run_together, run_varlen, sequence
 from .recipe import Recipe
 from .record import apart, note
 from .support.autocast import as_autocast
@@ -72,7 +72,11 @@ def attention_varlen(
 
     query `[Tq, Hq, D]`, key `[Tk, Hk, D]`, value `[Tk, Hk, Dv]`; sequence `i` has the rows
     `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` and the keys `cu_seqlens_k[i] : cu_seqlens_k[i + 1]`.
-    Each result is, bit for bit, that of its sequence alone. The lse is `[Hq, Tq]`.
+    Each result is, bit for bit, that of its sequence alone on the same backend. `auto` chooses for
+    each by its own lengths. Where it chooses dense attention and all such sequences of the pack
+    together were measured to be faster in the native core than by torch's kernel, they run there:
+    every block is kept, in the caller's own precision, and results differ from torch's by rounding.
+    The lse is `[Hq, Tq]`.
     """
     query, key, value = as_autocast(query, key, value)
     packed = (query, key, value, cu_seqlens_q, cu_seqlens_k)
@@ -121,7 +125,8 @@ def _differentiable(
     choices(call, cuts, backend, causal_align)  # a refusal comes before any work
     outs, lses = [], []
     with apart() as runs:
-        for one in sequences(query, key, value, cuts):
+        for i in range(len(cuts[0]) - 1):
+            one = sequence(query, key, value, cuts, i)
             assert one.value is not None
             done = attention(
                 one.query,

@@ -18,7 +18,7 @@ import torch
 from ..backend import ESTIMATED, MEASURED, Estimate
 from ..blockplan import BlockPlan
 from ..call import Call
-from ..geometry import BLOCK_K, BLOCK_Q
+from ..geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from ..recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, Recipe, heads_of
 from ..stages import raised_key_heads
 from .budget import MEASURED as MEASURED_ROWS
@@ -127,6 +127,20 @@ class Crossover:
         allowed = block_pairs(call) / (call.Lq * call.Lk)
         return self.predict_prepare(call) + self.predict_attend(call, density * allowed, allowed)
 
+    def predict_in_pack(self, call: Call) -> float:
+        """Our attention of one packed sequence that keeps every block, less `cost_of_call`, which a
+        pack pays once. Rows are computed 16 at a time and keys 64 at a time, however few."""
+        rows = replace(
+            call,
+            Lq=-(call.Lq // -ROW_GROUP) * ROW_GROUP,
+            Lk=-(call.Lk // -BLOCK_K) * BLOCK_K,
+        )
+        return self.predict_sparse(rows, 1.0) - self.cost_of_call(rows)
+
+    def cost_of_call(self, call: Call) -> float:
+        """What a call of ours costs besides its rows and pairs."""
+        return self._cost(call.recipe.precision, call).call
+
     def knows(self, call: Call) -> bool:
         """Whether it has the costs of a call: a card may not serve every dtype and precision."""
         ways = (DENSE_LSE if call.return_lse else DENSE_WAY, call.recipe.precision)
@@ -146,17 +160,30 @@ class Crossover:
     def estimate_plan(self, call: Call, plan: BlockPlan) -> Estimate:
         """Once there is a plan: attention alone, since what came before is paid for."""
         blocks = plan.indices.numel()
-        kept, allowed = int(plan.counts.sum()) / blocks, int(plan.allowed.sum()) / blocks
-        dense, ours = self.predict_dense(call), self.predict_attend(call, kept, allowed)
+        dearer = 0.0
         if call.recipe.quantized and any(raised := raised_key_heads(plan, call.Hk)):
             heads = torch.tensor(raised).repeat_interleave(call.Hq // call.Hk)
             slow = int(plan.counts[:, heads].sum()) / blocks
             own = replace(call, recipe=replace(call.recipe, precision=call.own_precision))
-            ours += self.predict_attend(own, slow) - self.predict_attend(call, slow)
-        whole = self.predict_attend(call, allowed)
-        limit = CLEARLY * dense / whole - pooled_share(call.recipe)
+            dearer = self.predict_attend(own, slow) - self.predict_attend(call, slow)
+        return self.estimate_kept(
+            call, int(plan.counts.sum()), int(plan.allowed.sum()), blocks, dearer
+        )
+
+    def estimate_kept(
+        self, call: Call, kept: int, allowed: int, blocks: int, dearer: float = 0.0
+    ) -> Estimate:
+        """`estimate_plan` of a plan that keeps `kept` of `blocks` blocks. dearer: seconds that some
+        heads cost more than the recipe says."""
+        share, whole_share = kept / blocks, allowed / blocks
+        dense = self.predict_dense(call)
+        ours = self.predict_attend(call, share, whole_share) + dearer
+        whole = self.predict_attend(call, whole_share)
+        # Without a block that may be attended there is nothing to be faster at.
+        limit = CLEARLY * dense / whole - pooled_share(call.recipe) if whole else 0.0
+        density = kept / allowed if allowed else 1.0
         reason = (
-            f"the plan keeps {plan.density:.0%} of the blocks; dense attention is faster from "
+            f"the plan keeps {density:.0%} of the blocks; dense attention is faster from "
             f"{max(limit, 0.0):.0%}"
         )
         return self.answer(ours < CLEARLY * dense, reason)

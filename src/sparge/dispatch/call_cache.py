@@ -7,7 +7,7 @@ cached by them. Graphs being traced are never served from the cache.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from ..support.autocast import forward_ad_level
 from .choose import Choice, choose
 from .registry import generation
 
-_MOST = 1024
-_known: dict[Hashable, tuple[Call, Choice]] = {}
+Known = tuple[Call, Choice]
+_MOST, _MOST_PACKS = 1024, 16
+_known: dict[Hashable, Known] = {}
+_known_packs: dict[Hashable, list[Known]] = {}
 
 
-def check_and_choose(inputs: Inputs, *, backend: str, **plain: Any) -> tuple[Call, Choice]:
+def check_and_choose(inputs: Inputs, *, backend: str, **plain: Any) -> Known:
     """`check_call`, then `choose`; or what they said of the same call before."""
     key = _key_of(inputs, (backend, *plain.values()))
     try:
@@ -63,8 +65,30 @@ def _key_of(inputs: Inputs, arguments: tuple[Any, ...]) -> Hashable | None:
         # 1 and True are equal, yet one of them is refused.
         *arguments,
         *map(type, arguments),
+        *_surroundings(),
+    )
+
+
+def _surroundings() -> tuple[Hashable, ...]:
+    """What a choice depends on besides its call."""
+    return (
         os.environ.get(ENV_BACKEND),
         os.environ.get(library.ENV_ISA),
         torch.get_num_threads(),
         generation(),
     )
+
+
+def known_choices(key: Hashable, make: Callable[[], list[Known]]) -> list[Known]:
+    """`make()`, or what it made before for the same key in the same surroundings. The caller does
+    not change the list. The layers of a model ask for the same packs one after another."""
+    if torch.compiler.is_compiling():
+        return make()
+    whole = (key, *_surroundings())
+    found = _known_packs.get(whole)
+    if found is None:
+        found = make()
+        if len(_known_packs) >= _MOST_PACKS:
+            _known_packs.clear()
+        _known_packs[whole] = found
+    return found

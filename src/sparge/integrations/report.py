@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..recipe import Recipe
@@ -58,13 +58,17 @@ class LayerReport:
 
     ran: how often each way ran. fallbacks: why calls went to dense or to the model's own attention.
     kept, allowed: blocks over all calls; dense and own attention keep all of theirs.
-    sparse_density, density_by_head, pv_skipped: over the calls that ran sparse. error_by_head: mean
-    relative L1 against exact attention, where it was measured. seconds: time in attention; on a
-    GPU, the model's own attention is only launched in it. recipe: None for a layer left out, or
-    whose recipe depends on the context; by_recipe has one entry for each recipe that ran.
+    sparse_density, density_by_head, pv_skipped: over the calls that ran sparse; a ring counts no
+    heads. error_by_head: mean relative L1 against exact attention, where it was measured. seconds:
+    time in attention; on a GPU, the model's own attention is only launched in it. recipe: None for
+    a layer left out, or whose recipe depends on the context; by_recipe has one entry for each
+    recipe that ran.
     estimated: calls whose backend was chosen by the built-in cost estimate.
     by_step: one entry for each step of a diffusion run; runs with the same steps are added up.
     plans_reused: calls that ran with the plan of an earlier step (`Schedule.reuse_steps`).
+    parallel: how often each way of sharing a call among processes was taken; the figures are then
+    those of this process: of its own heads ("ulysses") or its own queries ("ring").
+    bytes_sent, dense_ring_bytes: by all processes of the rings, and what dense rings would send.
     """
 
     name: str
@@ -83,6 +87,9 @@ class LayerReport:
     estimated: int
     by_step: tuple[StepReport, ...] = ()
     plans_reused: int = 0
+    parallel: dict[str, int] = field(default_factory=dict)
+    bytes_sent: int = 0
+    dense_ring_bytes: int = 0
 
     @property
     def density(self) -> float:
@@ -132,7 +139,7 @@ class Report:
     @property
     def sparse_density(self) -> float:
         """Mean over the layers that ran sparse, of those calls; 1 where none did."""
-        each = _mean([layer.sparse_density for layer in self.layers if layer.density_by_head])
+        each = _mean([layer.sparse_density for layer in self.layers if layer.sparse_calls])
         return 1.0 if each is None else each
 
     @property
@@ -150,6 +157,11 @@ class Report:
         return dict(sum((Counter(layer.fallbacks) for layer in self.layers), Counter[str]()))
 
     @property
+    def parallel(self) -> dict[str, int]:
+        """Every way in which calls were shared among processes, and how often."""
+        return dict(sum((Counter(layer.parallel) for layer in self.layers), Counter[str]()))
+
+    @property
     def density_by_step(self) -> dict[int, float]:
         """Kept / allowed blocks of each step of a diffusion run, over all layers."""
         kept: Counter[int] = Counter()
@@ -160,7 +172,8 @@ class Report:
         return {step: kept[step] / max(allowed[step], 1) for step in sorted(allowed)}
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("density", "sparse_density", "error", "seconds", "fallbacks", "left_alone")
+        sums = ("density", "sparse_density", "error", "seconds", "fallbacks", "parallel")
+        names = (*sums, "left_alone")
         return {
             "format": "sparge.report/3",
             "recipe": None if self.recipe is None else self.recipe.to_dict(),
@@ -187,6 +200,10 @@ class Report:
             lines.append(f"  density by step: {shown}")
         if reused := sum(layer.plans_reused for layer in self.layers):
             lines.append(f"  {reused} calls used the plan of an earlier step")
+        lines += [f"  over several processes {n}x: {way}" for way, n in self.parallel.items()]
+        if dense := sum(layer.dense_ring_bytes for layer in self.layers):
+            sent = sum(layer.bytes_sent for layer in self.layers)
+            lines.append(f"  rings sent {sent} bytes, {sent / dense:.2f} of what dense rings send")
         lines += [f"  {note}" for note in self.notes]
         lines += [f"  not sparse {n}x: {reason}" for reason, n in self.fallbacks.items()]
         lines += _left_alone_lines(self.left_alone)

@@ -18,11 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..api import attention
+from ..dispatch import DENSE
 from ..geometry import MAX_HEAD_DIM
 from ..recipe import Recipe
 from .clock import known_recipes
 from .site import Site, allowed_blocks
 from .tokens import Placed, Tokens, absolute_ranges, with_protected
+from .ulysses import HeadShare
 
 Own = Callable[..., Tensor]
 """The model's own attention, with the arguments of `F.scaled_dot_product_attention`."""
@@ -66,25 +69,29 @@ class Route:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
+        *,
+        return_lse: bool = False,
+        share: HeadShare | None = None,
+    ) -> Any:
+        """The output, or `(out, lse)`. share: the heads of this call, where others have the rest of
+        those that the site's recipe is for."""
         site, tokens = self.site, self.tokens
-        recipe, windowed = site.recipes()
+        recipe, windowed = self.recipes(share)
         Lq, Lk = query.shape[-2], key.shape[-2]
         self_attention = query.dim() == 4 and Lq == Lk
         if self_attention:
             _check_ranges(self.number, int(Lq))
         # A causal call goes by the order of the tokens: only a permuted model may change that.
         stays = is_causal and not (tokens is not None and tokens.permuted)
-        placed = self._place(int(Lq)) if self_attention and not stays else None
+        placed = self.place(int(Lq)) if self_attention and not stays else None
         if tokens is not None and tokens.permuted:
-            at = placed if self_attention else self._place(int(Lq))
+            at = placed if self_attention else self.place(int(Lq))
             attn_mask = attn_mask if at is None else at.reorder_mask(attn_mask, Lq, Lk)
         rest = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        reason = self._why_own(query, key, value, dropout_p, enable_gqa, recipe)
+        reason = self.why_own(query, key, value, dropout_p, enable_gqa, recipe)
         if reason:
-            return self._run_own(
-                reason, query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **rest
-            )
+            given = {"attn_mask": attn_mask, "dropout_p": dropout_p, **rest}
+            return self.run_own(reason, query, key, value, return_lse=return_lse, **given)
         assert recipe is not None
         recipe = windowed if is_causal and attn_mask is not None else recipe
         assert recipe is not None
@@ -97,10 +104,22 @@ class Route:
         # One key head for all queries is broadcast by SDPA, and shared here.
         shared = enable_gqa or key.shape[1] < query.shape[1]
         arguments = {"attn_mask": attn_mask, **rest, "enable_gqa": shared}
-        out: Tensor = site.attend(query, key, value, arguments, recipe=recipe)
+        if return_lse:
+            out, lse = site.attend(query, key, value, arguments, recipe=recipe, return_lse=True)
+            if inside and placed is not None:
+                return placed.restore(out), placed.restore(lse, dim=-1)
+            return out, lse
+        out = site.attend(query, key, value, arguments, recipe=recipe)
         return placed.restore(out) if inside and placed is not None else out
 
-    def _place(self, L: int) -> Placed | None:
+    def recipes(self, share: HeadShare | None = None) -> tuple[Recipe | None, Recipe | None]:
+        """The recipe of a call made now, and the one with its causal window as a number."""
+        recipe, windowed = self.site.recipes()
+        if share is None or recipe is None or windowed is None:
+            return recipe, windowed
+        return share.recipe_of(recipe), share.recipe_of(windowed)
+
+    def place(self, L: int) -> Placed | None:
         found = None if self.tokens is None else self.tokens.map_of(L)
         if found is None or self.tokens is None:
             return None
@@ -119,7 +138,7 @@ class Route:
         made: Recipe = getattr(self, name)
         return made
 
-    def _why_own(
+    def why_own(
         self,
         query: Tensor,
         key: Tensor,
@@ -127,8 +146,15 @@ class Route:
         dropout_p: float,
         enable_gqa: bool,
         recipe: Recipe | None,
+        *,
+        lengths: tuple[int, int] | None = None,
     ) -> str:
-        if self.tokens is not None and (unknown := self.tokens.why_unknown(query.shape[-2])):
+        """Why the model's own attention must run, or "".
+
+        lengths: of the queries and of the keys, where the tensors are parts of them.
+        """
+        Lq, Lk = (query.shape[-2], key.shape[-2]) if lengths is None else lengths
+        if self.tokens is not None and (unknown := self.tokens.why_unknown(Lq)):
             return unknown
         if recipe is None:
             return self.site.left_out
@@ -139,11 +165,11 @@ class Route:
         heads = {key.shape[1], value.shape[1]}
         if not enable_gqa and heads not in ({query.shape[1]}, {1}):
             return "heads that are broadcast"
-        if query.shape[2] != key.shape[2] and not self.cross:
+        if Lq != Lk and not self.cross:
             return CROSS
         if dropout_p > 0.0:
             return f"dropout {dropout_p}: sparge has none"
-        if query.shape[2] == 1:
+        if Lq == 1:
             return "one query: dense attention is faster"
         if 0 in (*query.shape, *key.shape, *value.shape):
             return "an empty tensor"
@@ -154,10 +180,19 @@ class Route:
             return f"head dim {head_dim} is over {MAX_HEAD_DIM}"
         return ""
 
-    def _run_own(
-        self, reason: str, query: Tensor, key: Tensor, value: Tensor, **given: Any
-    ) -> Tensor:
-        own = F.scaled_dot_product_attention if self.own is None else self.own
+    def run_own(
+        self,
+        reason: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        return_lse: bool = False,
+        **given: Any,
+    ) -> Any:
+        """The model's own attention, counted with the reason; torch's where an LSE is wanted."""
+        own: Any = F.scaled_dot_product_attention if self.own is None else self.own
+        own = _dense_with_lse if return_lse else own
         if torch.compiler.is_compiling():
             return own(query, key, value, **given)
         start = time.perf_counter()
@@ -169,6 +204,15 @@ class Route:
         else:
             self.site.note_own(reason, seconds, 0)
         return out
+
+
+def _dense_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, enable_gqa: bool, **given: Any
+) -> tuple[Tensor, Tensor]:
+    if dropout_p > 0.0:
+        raise ValueError(f"return_lse must be False with dropout, got dropout_p {dropout_p}")
+    shared = enable_gqa or key.shape[1] < query.shape[1]
+    return attention(query, key, value, **given, enable_gqa=shared, backend=DENSE, return_lse=True)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -80,7 +80,13 @@ class _StepTally:
 
 
 def _added(sums: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-    return [a + b for a, b in zip(sums or [0] * len(numbers), numbers, strict=True)]
+    """Sums by head; they begin again where a call has another number of heads than those before.
+
+    A model that is split by heads while it is accelerated has fewer from then on.
+    """
+    if len(sums) != len(numbers):
+        sums = [0] * len(numbers)
+    return [a + b for a, b in zip(sums, numbers, strict=True)]
 
 
 @dataclass
@@ -93,6 +99,7 @@ class _Tally:
     by_recipe: dict[Recipe, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     by_head: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     by_step: dict[int, _StepTally] = field(default_factory=dict)
+    parallel: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def add_by_head(self, name: str, numbers: Sequence[float]) -> None:
@@ -217,6 +224,8 @@ class Site:
             out = result[0] if return_lse else result
             error = output_error(query, key, value, out, **arguments).mean(0).tolist()
             with self._lock:
+                if len(error) != len(self._tally.by_head["error"]):
+                    self._tally.counts["measured"] = 0  # sums by head begin again
                 self._tally.add_by_head("error", error)
                 self._tally.counts["measured"] += 1
         return result
@@ -260,8 +269,15 @@ class Site:
             self._tally.counts.update(kept=blocks, allowed=blocks)
             self._tally.at(self.context).add(blocks, blocks)
 
+    def note_parallel(self, way: str) -> None:
+        """A call over several processes ran in this way."""
+        with self._lock:
+            self._tally.parallel[way] += 1
+
     def _note(self, run: Run) -> None:
-        self._last.sparse = bool(run.kept_by_head)
+        # A rank of a ring counts its own blocks, and none by head.
+        in_ring = run.ring is not None and not run.routed_to_dense
+        self._last.sparse = bool(run.kept_by_head) or in_ring
         given = self.recipe if isinstance(self.recipe, Recipe) else run.recipe
         with self._lock:
             tally = self._tally
@@ -269,15 +285,19 @@ class Site:
             tally.counts.update(kept=run.kept, allowed=run.allowed)
             tally.at(self.context).add(run.kept, run.allowed, run)
             tally.counts["estimated"] += run.cost_source == "estimate"
+            if run.ring is not None:
+                tally.counts.update(sent=run.ring.bytes_sent, dense_sent=run.ring.dense_bytes)
             tally.by_recipe[given].update(calls=1, kept=run.kept, allowed=run.allowed)
-            if not run.kept_by_head:
+            if not self._last.sparse:
                 tally.ran["dense"] += 1
                 tally.fallbacks[run.reason] += 1
                 return
             tally.ran[f"{run.backend} ({run.isa})"] += 1
             tally.counts.update(pv_skips=run.pv_skips, pv_groups=run.pv_groups)
-            tally.add_by_head("kept", run.kept_by_head)
-            tally.add_by_head("allowed", run.allowed_by_head)
+            tally.counts.update(sparse_kept=run.kept, sparse_allowed=run.allowed)
+            if run.kept_by_head:
+                tally.add_by_head("kept", run.kept_by_head)
+                tally.add_by_head("allowed", run.allowed_by_head)
 
     def report(self) -> LayerReport:
         with self._lock:
@@ -289,7 +309,7 @@ class Site:
                 ran=dict(tally.ran),
                 kept=counts["kept"],
                 allowed=counts["allowed"],
-                sparse_density=sum(kept) / max(sum(allowed), 1) if kept else 1.0,
+                sparse_density=_share(counts["sparse_kept"], counts["sparse_allowed"]),
                 density_by_head=tuple(k / max(a, 1) for k, a in zip(kept, allowed, strict=True)),
                 pv_skipped=counts["pv_skips"] / max(counts["pv_groups"], 1),
                 error_by_head=tuple(e / counts["measured"] for e in tally.by_head["error"]) or None,
@@ -299,8 +319,15 @@ class Site:
                 by_recipe=tuple(RecipeReport(r, **n) for r, n in tally.by_recipe.items()),
                 estimated=counts["estimated"],
                 plans_reused=counts["reused"],
+                parallel=dict(tally.parallel),
+                bytes_sent=counts["sent"],
+                dense_ring_bytes=counts["dense_sent"],
                 by_step=tuple(each.report(step) for step, each in sorted(tally.by_step.items())),
             )
+
+
+def _share(kept: int, allowed: int) -> float:
+    return kept / allowed if allowed else 1.0
 
 
 @lru_cache(maxsize=256)

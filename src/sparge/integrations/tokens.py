@@ -144,11 +144,16 @@ class Placed:
             moved += [(a, min(b, self.start)), (max(a, self.start + n), b)]
             low, high = max(a - self.start, 0), min(b - self.start, n)
             if low < high:
-                at = places[low:high].sort().values + self.start
-                breaks = (at.diff() != 1).nonzero().flatten() + 1
-                pieces = torch.tensor_split(at, breaks.tolist())
-                moved += [(int(each[0]), int(each[-1]) + 1) for each in pieces]
+                moved += ranges_of(places[low:high] + self.start)
         return tuple(sorted((a, b) for a, b in moved if a < b))
+
+
+def ranges_of(positions: Tensor) -> tuple[tuple[int, int], ...]:
+    """Positions as ranges `(start, stop)`, ascending."""
+    at = positions.sort().values
+    breaks = (at.diff() != 1).nonzero().flatten() + 1
+    pieces = torch.tensor_split(at, breaks.tolist()) if len(at) else ()
+    return tuple((int(each[0]), int(each[-1]) + 1) for each in pieces)
 
 
 def absolute_ranges(ranges: Sequence[tuple[int, int | None]], L: int) -> list[tuple[int, int]]:

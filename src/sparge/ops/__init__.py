@@ -21,7 +21,8 @@ from ..check import check_boundaries, check_call, check_plan, check_varlen
 from ..dispatch import backends, choose, get_backend, host
 from ..dispatch.call_cache import check_and_choose
 from ..dispatch.choose import asked_backend
-from ..execute import run_attend, run_attention, run_plan, run_varlen, tokens_of, undisturbed
+from ..execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
+from ..execute_varlen import run_varlen
 from ..recipe import KeepAll, Recipe, recipe_from_json
 from ..record import note
 from ..stages import Saved

@@ -78,7 +78,7 @@ class CaptureScorer:
         numbers = (operands.query, operands.key, operands.value)
         self.q, self.k, self.v = (self._numbers(x) for x in numbers)
         self.q_statistics = block_statistics(capture.query, BLOCK_Q)
-        self.k_statistics = block_statistics(smooth_keys(capture.key)[0], BLOCK_K)
+        self.k_statistics = block_statistics(smooth_keys(capture.key), BLOCK_K)
 
     def _numbers(self, x: Tensor | QTensor) -> Tensor:
         """What the kernels compute with, `[H, L, D]`."""

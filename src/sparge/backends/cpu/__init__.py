@@ -7,7 +7,7 @@ import torch
 from ...backend import CPU, Backend
 from ...call import Call
 from ...host import Host
-from ...stages import Stages
+from ...stages import KeySums, PackedStages, Stages
 from . import library
 from .cost import COST
 
@@ -19,6 +19,18 @@ def _stages() -> Stages:
     from . import stages
 
     return stages
+
+
+def _packed() -> PackedStages:
+    from . import packed
+
+    return packed
+
+
+def _key_sums() -> KeySums:
+    from . import key_sums
+
+    return key_sums
 
 
 def _refusal(host: Host, call: Call) -> str | None:
@@ -38,4 +50,7 @@ CPU_BACKEND = Backend(
     _refusal,
     COST,
     isa=lambda host, call: library.chosen_isa(ISAS),
+    plain_operands=True,
+    key_sums=_key_sums,
+    packed=_packed,
 )

@@ -37,7 +37,7 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
         v_scale,
         *entries,
         operands.lse_shift,
-        _pv_skip(call),
+        pv_skip_of(call),
         plan.counts.contiguous(),
         plan.indices.contiguous(),
         *token_parts(tokens),
@@ -62,7 +62,7 @@ def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gr
         *inputs,
         saved.grad_out,
         delta.contiguous(),
-        _pv_skip(call),
+        pv_skip_of(call),
         plan.counts.contiguous(),
         plan.indices.contiguous(),
         *token_parts(tokens),
@@ -74,7 +74,7 @@ def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gr
     return dq, dk, dv
 
 
-def _pv_skip(call: Call) -> Tensor | None:
+def pv_skip_of(call: Call) -> Tensor | None:
     pv_skip = call.recipe.pv_skip
     if pv_skip is None:
         return None

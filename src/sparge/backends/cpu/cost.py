@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -17,7 +18,7 @@ from ...backend import Estimate
 from ...blockplan import BlockPlan
 from ...call import Call
 from .. import cost_file
-from ..crossover import Crossover, decided_without_numbers
+from ..crossover import CLEARLY, Crossover, decided_without_numbers
 from . import library
 from .cost_key import key_of
 from .crossover import BUILT_IN
@@ -63,6 +64,28 @@ class CpuCost:
 
     def after(self, call: Call, plan: BlockPlan) -> Estimate | None:
         return self.crossover().estimate_plan(call, plan)
+
+    def after_counts(self, call: Call, kept: int, allowed: int) -> Estimate:
+        """`after` of a plan without raised heads, from the blocks that it keeps and may keep."""
+        blocks = call.B * call.Hq * call.n_q * call.n_k
+        return self.crossover().estimate_kept(call, kept, allowed, blocks)
+
+    def dense_in_pack(self, calls: Mapping[int, Call]) -> dict[int, str]:
+        """Why sequences are faster in one pack of the native core, every block kept, than by
+        torch one after another; none if they do not save what the pack itself costs."""
+        crossover = self.crossover()
+        if not crossover.measured:
+            return {}
+        found, saved = {}, 0.0
+        for i, call in calls.items():
+            ours, dense = crossover.predict_in_pack(call), crossover.predict_dense(call)
+            if ours < CLEARLY * dense:
+                saved += dense - ours
+                found[i] = (
+                    "dense attention in a pack, every block kept: predicted "
+                    f"{ours * 1e3:.2f} ms, torch's {dense * 1e3:.2f} ms ({crossover.words})"
+                )
+        return found if found and saved > crossover.cost_of_call(call) else {}
 
     def crossover(self) -> Crossover:
         """The numbers in force: measured, read from the file, or the built-in estimate."""

@@ -17,13 +17,9 @@ from . import library
 
 def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
     query, key, value = inputs.query, inputs.key, inputs.value
-    asked = _Asked(
-        codes=call.recipe.quantized and (to_attend or call.samples_rows),
-        pooled=to_plan and call.pools_blocks,
-        similarity=to_plan and call.predicts and call.recipe.min_similarity is not None,
-    )
-    mean = None
-    if asked.anything:
+    asked = asked_of(call, to_plan=to_plan, to_attend=to_attend)
+    mean = inputs.key_mean if asked.anything else None
+    if asked.anything and mean is None:
         mean = key.new_empty((*key.shape[:2], key.shape[3]), dtype=torch.float32)
         library.ops().key_mean(key, mean, library.isa_number())
     shifts = asked.codes and to_attend
@@ -41,7 +37,7 @@ def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Pr
         known = k.pooled if group == BLOCK_K and call.recipe.quantized else None
         pooled = _pool(key, value, group, precision, mean=mean, known=known)
     operands = Operands(q.x, k.x, v, q.lse_shift)
-    return Prepared(operands, statistics, query, key, value, pooled)
+    return Prepared(operands, statistics, query, key, value, pooled, mean)
 
 
 def _pool(
@@ -58,36 +54,44 @@ def _pool(
     v = _group_means(value, group)
     values = _channels(v) if precision == "int8-fast" else v.to(dtype)
     if precision in QUANTIZED:
-        k = _group_means(key, group, mean=mean) if known is None else _finite(known)
-        codes = _pass(k, BLOCK_K, _Asked(codes=True, pooled=False, similarity=False), scale=1.0)
+        k = _group_means(key, group, mean=mean) if known is None else finite(known)
+        codes = _pass(k, BLOCK_K, Asked(codes=True), scale=1.0)
         return Pooled(codes.x, values, group)
     return Pooled(_group_means(key, group).to(dtype), values, group)
 
 
 def _group_means(x: Tensor, group: int, *, mean: Tensor | None = None) -> Tensor:
     """Mean of each `group` rows, less `mean`, fp32; 0 where it is not finite."""
-    asked = _Asked(codes=False, pooled=True, similarity=False)
-    pooled = _pass(x, group, asked, scale=1.0, mean=mean).pooled
+    pooled = _pass(x, group, Asked(pooled=True), scale=1.0, mean=mean).pooled
     assert pooled is not None
-    return _finite(pooled)
+    return finite(pooled)
 
 
-def _finite(means: Tensor) -> Tensor:
+def finite(means: Tensor) -> Tensor:
     """Their block is known not to be finite by its own keys and values."""
     return means.nan_to_num(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """Which results a pass over Q or K shall give."""
 
-    codes: bool
-    pooled: bool
-    similarity: bool
+    codes: bool = False
+    pooled: bool = False
+    similarity: bool = False
 
     @property
     def anything(self) -> bool:
         return self.codes or self.pooled or self.similarity
+
+
+def asked_of(call: Call, *, to_plan: bool, to_attend: bool) -> Asked:
+    """What the later stages of a call need."""
+    return Asked(
+        codes=call.recipe.quantized and (to_attend or call.samples_rows),
+        pooled=to_plan and call.pools_blocks,
+        similarity=to_plan and call.predicts and call.recipe.min_similarity is not None,
+    )
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class _Passed:
 def _pass(
     x: Tensor,
     block: int,
-    asked: _Asked,
+    asked: Asked,
     *,
     scale: float,
     mean: Tensor | None = None,

@@ -37,7 +37,7 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
     found = prepared.statistics
     library.ops().select(
         mass,
-        *_amount(call),
+        *amount_of(call),
         found.q_similarity,
         found.k_similarity,
         min_similarity(call),
@@ -236,7 +236,7 @@ def _forced(call: Call, tokens: TokenMask) -> Tensor:
     return find(replace(tokens, attn_mask=None), call.recipe, torch.device("cpu"))
 
 
-def _amount(call: Call) -> tuple[int, Tensor]:
+def amount_of(call: Call) -> tuple[int, Tensor]:
     """The rule's number, and its amount for each query head."""
     rule, amounts = ALL, [1.0] * call.Hq
     if isinstance(call.recipe.keep, KeepMass):

@@ -26,4 +26,5 @@ REFERENCE = Backend(
     _stages,
     _refusal,
     FixedCost(False, "it is written to be read; dense attention is faster at every shape"),
+    plain_operands=True,
 )

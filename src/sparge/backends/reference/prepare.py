@@ -24,34 +24,38 @@ from .rotation import rotate
 def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
     query, key, value = inputs.query, inputs.key, inputs.value
     v = key if value is None else value
-    operands = Operands(query, key, v)
+    operands, mean = Operands(query, key, v), inputs.key_mean
+    if call.recipe.quantized or (to_plan and call.pools_blocks):
+        mean = mean_key(key) if mean is None else mean
     if call.recipe.quantized and (to_attend or call.samples_rows):
         # Planning alone scores rows with the codes of q and k; V is read as it came.
         reads_v = to_attend or call.measures_error
         precision = call.recipe.precision if reads_v else "int8"
-        operands = quantize(query, key, v, scale=call.scale, precision=precision)
+        operands = quantize(query, key, v, mean, scale=call.scale, precision=precision)
     statistics = Statistics()
     if to_plan and call.pools_blocks:
         (q_pooled, q_similarity), (k_pooled, k_similarity) = (
             block_statistics(query, BLOCK_Q),
-            block_statistics(smooth_keys(key)[0], BLOCK_K),
+            block_statistics(smooth_keys(key, mean), BLOCK_K),
         )
         statistics = Statistics(q_pooled, k_pooled, q_similarity, k_similarity)
     pooled = None
     reads_v = to_attend or call.measures_error
     if reads_v and value is not None and call.recipe.pools:
-        pooled = pool(key, value, call.recipe.pool_group, call.recipe.precision)
-    return Prepared(operands, statistics, query, key, value, pooled)
+        pooled = pool(key, value, call.recipe.pool_group, call.recipe.precision, mean)
+    return Prepared(operands, statistics, query, key, value, pooled, mean)
 
 
-def pool(key: Tensor, value: Tensor, group: int, precision: str) -> Pooled:
+def pool(
+    key: Tensor, value: Tensor, group: int, precision: str, mean: Tensor | None = None
+) -> Pooled:
     """Means over groups of keys and values, as the precision holds keys and values."""
     # What is not coded has the caller's dtype, as keys and values have: 16 bits stay 16 bits.
     dtype = work_dtype(key.dtype) if precision == "exact" else key.dtype
     v = group_means(value, group)
     values = quantize_channels(v) if precision == "int8-fast" else v.to(dtype)
     if precision in QUANTIZED:
-        return Pooled(quantize_rows(group_means(smooth_keys(key)[0], group)), values, group)
+        return Pooled(quantize_rows(group_means(smooth_keys(key, mean), group)), values, group)
     return Pooled(group_means(key, group).to(dtype), values, group)
 
 
@@ -66,17 +70,18 @@ def quantize(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mean: Tensor | None = None,
     *,
     scale: float,
     precision: str,
     q_rows_per_scale: int = 1,
     k_rows_per_scale: int = 1,
 ) -> Operands:
-    """Operands of `"int8"` and `"int8-fast"`, in any granularity of scales."""
-    smooth, mean = smooth_keys(key)
+    """Operands of `"int8"` and `"int8-fast"`, in any granularity of scales. mean: of the keys."""
+    mean = mean_key(key) if mean is None else mean
     return Operands(
         query=quantize_rows(query.float(), q_rows_per_scale),
-        key=quantize_rows(smooth, k_rows_per_scale),
+        key=quantize_rows(smooth_keys(key, mean), k_rows_per_scale),
         value=quantize_channels(value) if precision == "int8-fast" else value,
         lse_shift=_lse_shift(query, mean, scale),
     )
@@ -99,11 +104,14 @@ def block_statistics(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return mean, fold_sum(mean_unit * mean_unit, dim=-1)
 
 
-def smooth_keys(key: Tensor) -> tuple[Tensor, Tensor]:
-    """`(k - mean, mean)`, fp32, the mean `[B, Hk, D]` over the sequence of each head."""
-    key = key.float()
-    mean = mean_over_rows(key, key.shape[-2])
-    return key - mean.unsqueeze(-2), mean
+def mean_key(key: Tensor) -> Tensor:
+    """The mean `[B, Hk, D]` over the sequence of each head, fp32."""
+    return mean_over_rows(key.float(), key.shape[-2])
+
+
+def smooth_keys(key: Tensor, mean: Tensor | None = None) -> Tensor:
+    """`k - mean`, fp32; by default with the mean of these keys."""
+    return key.float() - (mean_key(key) if mean is None else mean).unsqueeze(-2)
 
 
 def quantize_rows(x: Tensor, rows_per_scale: int = 1) -> QTensor:

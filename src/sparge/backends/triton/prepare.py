@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...call import Call, Inputs
@@ -69,7 +70,7 @@ def prepare(
     pooled = to_plan and call.pools_blocks
     similar = to_plan and call.predicts and call.recipe.min_similarity is not None
     reads_v = (to_attend or call.measures_error) and value is not None
-    mean = mean_key(call, key, packed) if coded or pooled or similar else None
+    mean = _mean(call, key, inputs.key_mean, packed) if coded or pooled or similar else None
     q = _queries(call, query, mean, coded, to_attend, pooled, similar, to_plan, packed)
     k = _keys(call, key, value if reads_v else None, mean, coded, pooled, similar, packed)
     v = inputs.key if inputs.value is None else inputs.value
@@ -86,6 +87,7 @@ def prepare(
         inputs.key,
         inputs.value,
         k.entries,
+        None if mean is None else mean[..., :D],
         None if coded else k.scales,
         q["deviation"],
         q["energy"],
@@ -103,6 +105,13 @@ def _coded(call: Call, q: dict[str, Any], k: _Keys, value: Tensor, packed: Packe
         value if k.value is None else k.value,
         q["lse_shift"],
     )
+
+
+def _mean(call: Call, key: Tensor, given: Tensor | None, packed: Packed) -> Tensor:
+    """The mean key of each head, padded; the caller's where one is given."""
+    if given is None:
+        return mean_key(call, key, packed)
+    return F.pad(given, (0, block_dim(call.D) - call.D)).contiguous()
 
 
 def mean_key(call: Call, key: Tensor, packed: Packed) -> Tensor:

@@ -3,7 +3,7 @@ once, however many sequences there are. Each result is, bit for bit, that of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from ...blockplan import BlockPlan, plan_from_lists
 from ...call import Call, Inputs
 from ...geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
 from ...recipe import KeepError
-from ...stages import Attended, AttendedPack
+from ...stages import Attended, AttendedPack, SomeOf
 from ...tokenmask import TokenMask
 from .attend import attend_lists, tiles_of
 from .packed import Packed, pack
@@ -25,13 +25,19 @@ from .select import select_lists
 Stage = Callable[[str], AbstractContextManager[None]]
 
 
-def why_not_packed(call: Call) -> str | None:
+def why_not_packed(call: Call, *, whole: bool) -> str | None:
     """Why sequences of this recipe run one after another, or None."""
+    if not whole:
+        return "its tables number the blocks of the whole pack"
     if isinstance(call.recipe.keep, KeepError):
         return "an error budget measures rows of each sequence"
     if call.recipe.protect:
         return "protected ranges count from the end of each sequence"
     return None
+
+
+def faster_than_dense(calls: Mapping[int, Call]) -> Mapping[int, str]:
+    return {}  # torch's own kernels for GPUs are the better dense attention
 
 
 def attend_packed(
@@ -40,8 +46,10 @@ def attend_packed(
     cuts: tuple[list[int], list[int]],
     align: str,
     stage: Stage,
+    some: SomeOf | None = None,
 ) -> AttendedPack:
     """`call` and `inputs`: the whole pack as one sequence `[1, H, T, D]`."""
+    assert some is None, "see why_not_packed"
     packed = pack(cuts, align, inputs.query.device)
     tokens = TokenMask(call.Lq, call.Lk, call.is_causal)
     with stage("prepare"):

@@ -19,7 +19,7 @@ from ..site import Site
 from ..tokens import Tokens
 from .backend import NAME, register
 from .models import GRIDS, IN_UNET, IN_UNETS, RULES, UNETS, GridsById, Rule
-from .processors import BACKEND, accelerated, attention_call, is_accelerated, own_backend
+from .processors import BACKEND, PARALLEL, accelerated, attention_call, is_accelerated, own_backend
 from .scheduler_clock import SchedulerClock
 from .stack import Stack
 
@@ -207,6 +207,8 @@ def _give_back(
             module.processor = before
             if (backend := own_backend(mine)) is not None:
                 setattr(before, BACKEND, backend)  # chosen while it was accelerated
+            if PARALLEL in vars(mine):
+                setattr(before, PARALLEL, vars(mine)[PARALLEL])  # split while it was
     for handle in handles:
         handle.remove()
     for stack in stacks:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...recipe import DEFAULT
 from ..sdpa import Route, running
 from ..site import Site
+from .parallel import attend_parallel
 
 NAME, RELAY = "sparge", "_sparge_relay"
 
@@ -43,7 +44,9 @@ def register() -> None:
     for value, route_of in ((NAME, _anywhere), (RELAY, _running)):
         if value not in {each.value for each in dispatch.AttentionBackendName}:
             registry.register(
-                _add_member(value), constraints=[dispatch._check_device, dispatch._check_shape]
+                _add_member(value),
+                constraints=[dispatch._check_device, dispatch._check_shape],
+                supports_context_parallel=True,
             )(_backend(route_of))
 
 
@@ -79,8 +82,8 @@ def _backend(route_of: Callable[[], Route]) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
         return_lse: bool = False,
         _parallel_config: Any = None,
-    ) -> Tensor:
-        """Tensors `[B, L, H, D]`."""
+    ) -> Any:
+        """Tensors `[B, L, H, D]`; the LSE is `[B, L, H]` in float32, with natural logarithms."""
         given = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         given |= {"scale": scale, "enable_gqa": enable_gqa}
         return _run(route_of(), query, key, value, return_lse, _parallel_config, **given)
@@ -108,15 +111,18 @@ def _run(
     return_lse: bool,
     parallel_config: Any,
     **given: Any,
-) -> Tensor:
-    if return_lse:
-        raise ValueError("return_lse must be False: sparge's backend for diffusers returns no LSE")
-    if parallel_config is not None:
-        backend = route.own.backend if isinstance(route.own, OwnBackend) else None
-        return dispatch.dispatch_attention_fn(
-            query, key, value, **given, backend=backend, parallel_config=parallel_config
+) -> Any:
+    mask = given["attn_mask"]
+    if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
+        given["attn_mask"] = mask[:, None, None, :]  # of keys; SDPA would read rows of queries
+    if getattr(parallel_config, "context_parallel_config", None) is not None:
+        return attend_parallel(
+            route, query, key, value, config=parallel_config, return_lse=return_lse, **given
         )
     query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
+    if return_lse:
+        out, lse = route(query, key, value, **given, return_lse=True)
+        return out.permute(0, 2, 1, 3), lse.permute(0, 2, 1).float()
     return route(query, key, value, **given).permute(0, 2, 1, 3)
 
 
@@ -127,11 +133,14 @@ class OwnBackend:
         # A processor that was set to our name is served by the one that was active before.
         self.backend = None if backend in (NAME, RELAY) else backend
 
+    def now(self) -> Any:
+        if self.backend is not None:
+            return self.backend
+        active, _ = dispatch._AttentionBackendRegistry.get_active_backend()
+        return dispatch.AttentionBackendName.NATIVE if active in (NAME, RELAY) else active
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        backend = self.backend
-        if backend is None:
-            active, _ = dispatch._AttentionBackendRegistry.get_active_backend()
-            backend = dispatch.AttentionBackendName.NATIVE if active in (NAME, RELAY) else active
+        backend = self.now()
         query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
         out = dispatch.dispatch_attention_fn(query, key, value, **given, backend=backend)
         return out.permute(0, 2, 1, 3)

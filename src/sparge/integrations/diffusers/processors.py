@@ -19,6 +19,7 @@ from .backend import OwnBackend, relay_member, routed
 
 DISPATCH = "dispatch_attention_fn"
 BACKEND = "_attention_backend"
+PARALLEL = "_parallel_config"
 _ROUTE, _INTERCEPT, _OWN = "_sparge_route", "_sparge_intercept", "_sparge_own"
 
 

@@ -90,6 +90,8 @@ class Stack:
             and (torch.compiler.is_compiling() or not any(map(_is_compiled, self.blocks)))
             # A cache of block outputs would mix those of permuted and of plain passes.
             and not any(hasattr(block, "_diffusers_hook") for block in self.blocks)
+            # Each process has a part of the tokens, and all of them inside attention only.
+            and not _is_split(self.model)
         )
 
     def _checked(self, found: TokenMap) -> TokenMap:
@@ -177,6 +179,12 @@ def _reordered_rotary(stack: Stack, given: Any, arguments: Given) -> Any:
     )
     stack.rotary = (given, made)
     return made
+
+
+def _is_split(model: nn.Module) -> bool:
+    """Whether diffusers' context parallelism splits the tokens of a model over processes."""
+    config = getattr(model, "_parallel_config", None)
+    return getattr(config, "context_parallel_config", None) is not None
 
 
 def _is_compiled(block: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...errors import Unsupported
 from ...geometry import MAX_HEAD_DIM
-from ...recipe import DEFAULT
+from ...recipe import DEFAULT, Recipe
 from ..site import SITE, Site, allowed_blocks
+from ..ulysses import ULYSSES
 from .masks import make_mask, own_by_class, to_attention, to_own
+from .sequence_parallel import (
+    attend_documents,
+    check_window,
+    document_mask,
+    documents,
+    ulysses_share,
+)
 
 NAME = "sparge"
 EAGER, SDPA = "eager", "sdpa"
@@ -72,7 +81,16 @@ def attention_forward(
     recipe, windowed = site.recipes()
     left_out = "" if recipe else site.left_out
     reason, eager = _why_own(module, (query, key, value), left_out, dropout, kwargs)
+    share, found = ulysses_share(module, query), None
+    if share is not None:
+        check_window(kwargs.get("sliding_window"), query.shape[2])
+        found = documents(kwargs.get("position_ids"), query)
+        if kwargs.get("s_aux") is not None:
+            kwargs["s_aux"] = kwargs["s_aux"][share.start : share.stop]
+        site.note_parallel(ULYSSES)
     if reason:
+        if found is not None:
+            attention_mask = document_mask(found, query, is_causal=causal)
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         function, is_eager = _own_function(module, site.own, reason, eager)
         key, value, mask = to_own(attention_mask, query, key, value, causal, is_eager)
@@ -87,17 +105,39 @@ def attention_forward(
             blocks = allowed_blocks(query, key, is_causal=causal, offset=offset)
             site.note_own(reason, seconds, blocks)
         return result
+    if share is not None and recipe is not None and windowed is not None:
+        recipe, windowed = share.recipe_of(recipe), share.recipe_of(windowed)
+    sinks = kwargs.get("s_aux")
+    if found is not None:
+        plain = {"attn_mask": None, "is_causal": causal, "scale": scaling}
+        plain["enable_gqa"] = query.shape[1] != key.shape[1]
+        attend = partial(_attend, site, recipe=recipe, sinks=sinks, arguments=plain)
+        out = attend_documents(attend, query, key, value, found, alone=sinks is None)
+        return out.transpose(1, 2).contiguous(), None
     key, value, arguments = to_attention(attention_mask, query, key, value, causal)
     arguments |= {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     recipe = windowed if causal and not arguments["is_causal"] else recipe
-    sinks = kwargs.get("s_aux")
-    if sinks is None:
-        out = site.attend(query, key, value, arguments, recipe=recipe)
-    else:  # a sink is one more key, with a value of zero
-        out, lse = site.attend(query, key, value, arguments, recipe=recipe, return_lse=True)
-        share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-        out = out * share[..., None].to(out.dtype)
+    out = _attend(site, query, key, value, arguments=arguments, recipe=recipe, sinks=sinks)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    site: Site,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    arguments: dict[str, Any],
+    recipe: Recipe | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if sinks is None:
+        out: Tensor = site.attend(query, key, value, arguments, recipe=recipe)
+        return out
+    # A sink is one more key, with a value of zero.
+    out, lse = site.attend(query, key, value, arguments, recipe=recipe, return_lse=True)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return out * share[..., None].to(out.dtype)
 
 
 def _why_own(

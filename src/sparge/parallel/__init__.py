@@ -1,0 +1,18 @@
+"""One sequence over several ranks of `torch.distributed`."""
+
+from __future__ import annotations
+
+from ..record import RingReport, RingShare
+from .faults import RankError
+from .ring import ring_attention, ring_plan
+from .sharding import shard, unshard
+
+__all__ = [
+    "RankError",
+    "RingReport",
+    "RingShare",
+    "ring_attention",
+    "ring_plan",
+    "shard",
+    "unshard",
+]

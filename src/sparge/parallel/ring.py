@@ -1,0 +1,312 @@
+"""`ring_attention`: one sequence over several ranks, sparse by one plan of the whole sequence.
+
+agree    every rank was given the same; who has which rows
+move     rows change hands so that no block is cut and, under a causal mask, all have as much
+plan     one plan of the whole sequence (global_plan.py)
+attend   in world - 1 rounds: in round t a rank receives from the one t places before it the
+         blocks that it keeps, while it attends those of the round before; partial results are
+         merged by their LSE
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..backend import AUTO, DENSE, Backend
+from ..blockplan import BlockPlan, plan_from_mask
+from ..call import Call, Inputs
+from ..check import check_call
+from ..dispatch import Choice, backends, choose, get_backend, host
+from ..dispatch.choose import asked_backend
+from ..execute import undisturbed
+from ..geometry import BLOCK_K, BLOCK_Q, diagonal_offset
+from ..recipe import KeepAll, Recipe
+from ..record import note, recording
+from ..support.autocast import as_autocast
+from .agree import agree
+from .exchange import Exchange
+from .global_plan import make_global_plan
+from .layout import LAYOUTS, Layout, Piece, layout_of, zigzag
+from .reshard import reshard
+from .ring_report import gather_report, run_of_ring
+from .rounds import Rounds, tokens_of
+from .shipment import bytes_of_dense_ring
+from .units import Held, q_blocks_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _outside_graphs(function: F) -> F:
+    return cast(F, torch.compiler.disable(function))
+
+
+class RingOptions(TypedDict, total=False):
+    """What `ring_attention` takes by name, besides `return_lse`."""
+
+    group: Any
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    causal_align: str
+    layout: str
+    balance: bool
+    recipe: Recipe | None
+    backend: str
+    label: str
+
+
+@overload
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **rest: Unpack[RingOptions],
+) -> Tensor: ...
+@overload
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    **rest: Unpack[RingOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **rest: Unpack[RingOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@_outside_graphs
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    layout: str = "contiguous",
+    balance: bool = True,
+    recipe: Recipe | None = None,
+    backend: str = AUTO,
+    return_lse: bool = False,
+    label: str = "",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` over a sequence of which each rank of a process group holds a part.
+
+    query, key, value: this rank's rows `[B, H, L, D]`; lengths may differ between ranks. The result
+    is this rank's rows, with the LSE `[B, Hq, L]` if asked for.
+    group: a process group; None is the default one. Every rank of it makes the call.
+    layout: which rows a rank has: `"contiguous"`, or `"zigzag"` as `shard` deals them.
+    balance: under a causal mask, move contiguous queries to where all ranks have as much to do, and
+    the results back; False leaves them, and the last rank has the most.
+
+    The plan is that of `attention` over the whole sequence. There is no gradient and no mask. A
+    rank that fails, dies or is given something else ends the call on every rank with an error that
+    names it: ValueError for what differs, RankError for the rest.
+    """
+    exchange, work = _begin(
+        group,
+        (query, key, value),
+        layout,
+        balance,
+        causal_align,
+        backend,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        recipe=recipe,
+        return_lse=return_lse,
+        label=label,
+    )
+    with exchange.guarded(), undisturbed(query.device.type):
+        out, lse = work.run()
+    return (out, lse) if return_lse else out
+
+
+@_outside_graphs
+def ring_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any = None,
+    layout: str = "contiguous",
+    balance: bool = True,
+    causal_align: str = "top_left",
+    backend: str = AUTO,
+    **rest: Any,
+) -> list[tuple[int, BlockPlan]]:
+    """The plan that `ring_attention` would attend by, for the query blocks that this rank attends.
+
+    A list of `(first, plan)`: `plan` is for the query blocks from `first` on and all keys.
+    """
+    exchange, work = _begin(
+        group, (query, key, value), layout, balance, causal_align, backend, **rest
+    )
+    with exchange.guarded(), undisturbed(query.device.type):
+        held = work.moved()
+        plan = make_global_plan(exchange, held, work.backend)
+        found, at = [], 0
+        for piece in held.q_layout.of(exchange.rank):
+            n = len(q_blocks_of(piece))
+            tokens = tokens_of(held.call, piece, Piece(0, held.call.Lk, 0))
+            kept = plan.kept[:, :, at : at + n]
+            made = plan_from_mask(kept, tokens, measured=plan.measured)
+            found.append((piece.start // BLOCK_Q, made))
+            at += n
+        return found
+
+
+def _begin(
+    group: Any,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    layout: str,
+    balance: bool,
+    causal_align: str,
+    backend: str,
+    **rest: Any,
+) -> tuple[Exchange, _Work]:
+    """Check the call here, then with all ranks; no rank begins unless all may."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "ring_attention needs a process group; call torch.distributed.init_process_group first"
+        )
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in the group that ring_attention was given")
+    device = tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
+    exchange = Exchange(group, device)
+    refused: Exception | None = None
+    facts: dict[str, Any] = {}
+    numbers = [0, 0, 0, 0]
+    try:
+        query, key, value = as_autocast(*tensors)
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+        if not isinstance(balance, bool):
+            raise TypeError(f"balance must be True or False, got {balance!r}")
+        call = check_call(query, key, value, causal_align=causal_align, backend=backend, **rest)
+        if call.needs_grad:
+            raise ValueError(
+                "ring_attention has no gradient; call it under torch.no_grad(), or use Ulysses"
+            )
+        whole = replace(call, Lq=call.Lq * exchange.world, Lk=call.Lk * exchange.world)
+        dense = choose(whole, backend).backend == DENSE
+        facts = _facts(call, layout, balance, causal_align, backend)
+        numbers = [call.Lq, call.Lk, int(recording(call.label)), int(dense)]
+    except Exception as error:
+        refused, facts = error, {"refused": f"{type(error).__name__}: {error}"}
+    with exchange.guarded():
+        told = agree(exchange, facts, numbers)
+    if refused is not None:
+        raise refused
+    if isinstance(told, str):
+        raise ValueError(told)
+    q_lengths, k_lengths = [each[0] for each in told], [each[1] for each in told]
+    layouts = [layout_of(layout, n, name) for n, name in ((q_lengths, "query"), (k_lengths, "key"))]
+    call = replace(call, Lq=sum(q_lengths), Lk=sum(k_lengths))
+    call = replace(call, offset=diagonal_offset(call.Lq, call.Lk, causal_align))
+    # Machines may differ; the first rank decides for all.
+    choice, call = _choose(call, backend, dense=bool(told[0][3]))
+    observed = any(each[2] for each in told)
+    inputs, where = Inputs(query, key, value), (layouts[0], layouts[1])
+    return exchange, _Work(exchange, call, choice, inputs, where, balance, observed)
+
+
+def _facts(
+    call: Call, layout: str, balance: bool, causal_align: str, backend: str
+) -> dict[str, Any]:
+    names = ("B", "Hq", "Hk", "D", "Dv", "device", "scale", "is_causal")
+    return {
+        **{name: getattr(call, name) for name in names},
+        "dtype": str(call.dtype),
+        **{f"recipe's {name}": value for name, value in call.recipe.to_dict().items()},
+        "layout": layout,
+        "balance": balance,
+        "causal_align": causal_align,
+        "backend": asked_backend(backend)[0],
+    }
+
+
+def _choose(call: Call, backend: str, *, dense: bool) -> tuple[Choice, Call]:
+    """The sparse backend, or one that keeps everything where dense attention is faster."""
+    if not dense:
+        return choose(call, backend, dense_ok=False), call
+    name, asked_by = asked_backend(backend)
+    why = "dense attention is faster, by the first rank's numbers"
+    if name == DENSE:
+        why = f"asked for by {asked_by}"
+    call = replace(call, recipe=Recipe(KeepAll(), precision=call.own_precision))
+    where = host(call.device)
+    able = next(b.name for b in backends() if b.refusal(where, call) is None)
+    choice = choose(call, able, dense_ok=False)
+    return replace(choice, reason=f"{why}; everything is kept", routed_to_dense=True), call
+
+
+@dataclass
+class _Work:
+    """A call that all ranks agreed on. call: of the whole sequence; inputs: this rank's rows."""
+
+    exchange: Exchange
+    call: Call
+    choice: Choice
+    inputs: Inputs
+    layouts: tuple[Layout, Layout]
+    balance: bool
+    observed: bool
+
+    def __post_init__(self) -> None:
+        self.backend: Backend = get_backend(self.choice.backend)
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def moved(self) -> Held:
+        """The rows on whole blocks, and causal queries where every rank has as much to do."""
+        q_layout, k_layout = self.layouts
+        query, key, value, *_ = self.inputs
+        assert value is not None
+        world, call = self.exchange.world, self.call
+        to_q, to_k = q_layout.on_blocks(BLOCK_Q), k_layout.on_blocks(BLOCK_K)
+        if world > 1 and call.is_causal and self.balance and q_layout.of(0) == q_layout.pieces[:1]:
+            to_q = zigzag(call.Lq, world, BLOCK_Q)
+        (query,) = reshard(self.exchange, [query], q_layout, to_q, "move")
+        key, value = reshard(self.exchange, [key, value], k_layout, to_k, "move")
+        return Held(call, query, key, value, to_q, to_k)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        exchange = self.exchange
+        with self.timed("move"):
+            held = self.moved()
+        with self.timed("plan"):
+            plan = make_global_plan(exchange, held, self.backend)
+        with self.timed("attend"):
+            rounds = Rounds(exchange, held, plan, self.backend, observed=self.observed)
+            out, lse = rounds.run()
+        with self.timed("move"):
+            out, lse = reshard(exchange, [out, lse], held.q_layout, self.layouts[0], "move")
+        if self.observed:
+            tally, dense = rounds.tally, bytes_of_dense_ring(self.call, exchange.world)
+            report = gather_report(exchange, tally, self.seconds, dense)
+            facts = (self.call, self.choice, self.backend, tally, self.seconds)
+            note(run_of_ring(*facts, report, plan.measured))
+        return out, lse

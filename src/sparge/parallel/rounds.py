@@ -1,0 +1,216 @@
+"""The rounds of a ring: blocks travel while others are attended; partial results are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..attend_heads import attend_heads
+from ..backend import Backend
+from ..blockplan import plan_from_mask
+from ..call import Call, Inputs, work_dtype
+from ..geometry import BLOCK_K, n_blocks
+from ..merge import merge
+from ..tokenmask import EXCLUDED, TokenMask
+from .exchange import Exchange, Pending
+from .global_plan import GlobalPlan
+from .layout import Piece
+from .messages import pack_bits, unpack_bits
+from .reshard import pieces_of
+from .ring_report import Tally
+from .shipment import Cargo, Shipment
+from .units import Held, q_blocks_of
+
+
+class Rounds:
+    """The rounds of one rank."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        held: Held,
+        plan: GlobalPlan,
+        backend: Backend,
+        *,
+        observed: bool,
+    ) -> None:
+        self.exchange, self.held, self.plan, self.backend = exchange, held, plan, backend
+        self.call = held.call
+        stages = backend.stages()
+        self.ship = Shipment(stages, held.call, plan.key_mean, plain=backend.plain_operands)
+        self.queries = pieces_of(held.query, held.q_layout, exchange.rank)
+        self.ready = [self.ship.prepare_queries(query) for query in self.queries]
+        keys, values = (pieces_of(x, held.k_layout, exchange.rank) for x in (held.key, held.value))
+        self.own = [self.ship.load(k, v) for k, v in zip(keys, values, strict=True)]
+        self.results: list[tuple[Tensor, Tensor] | None] = [None] * len(self.queries)
+        self.tally, self.observed = Tally(), observed
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Output and LSE of this rank's queries."""
+        exchange, world = self.exchange, self.exchange.world
+        self._agree_on_blocks()
+        under_way = self._post(1) if world > 1 else None
+        self._attend(exchange.rank, self.own)
+        for step in range(1, world):
+            assert under_way is not None
+            source = (exchange.rank - step) % world
+            message = under_way.take(source)
+            after = self._post(step + 1) if step + 1 < world else None
+            self._attend(source, self._unpack(source, message))
+            under_way.finish()
+            under_way = after
+        return self._joined()
+
+    def _agree_on_blocks(self) -> None:
+        """Tell every rank which of its blocks are kept here, and hear what others keep.
+
+        Where skipped blocks are pooled, one that is not finite is sent to all: whoever pools it
+        must know.
+        """
+        exchange, rank = self.exchange, self.exchange.rank
+        ranks = range(exchange.world)
+        wanted = {of: self._kept_of(of) for of in ranks}
+        broken = self._broken()
+        bits = pack_bits(broken)
+        sends = {to: torch.cat([pack_bits(wanted[to]), bits], -1).flatten() for to in ranks}
+        heads = self.call.B * self.call.Hk
+        width = {r: -(-self._n_blocks(r) // 8) for r in ranks}
+        sizes = {of: heads * (width[rank] + width[of]) for of in ranks}
+        found = exchange.swap("plan", sends, sizes)
+        self.send, self.receive = {}, {}
+        for of in ranks:
+            bits = found[of].view(self.call.B, self.call.Hk, -1)
+            theirs = unpack_bits(bits[..., : width[rank]], self._n_blocks(rank))
+            lost = unpack_bits(bits[..., width[rank] :], self._n_blocks(of))
+            self.send[of], self.receive[of] = theirs | broken, wanted[of] | lost
+
+    def _n_blocks(self, rank: int) -> int:
+        return sum(n_blocks(len(piece), BLOCK_K) for piece in self.held.k_layout.of(rank))
+
+    def _kept_of(self, rank: int) -> Tensor:
+        """Key blocks of a rank that some query here keeps, bool `[B, Hk, blocks]`."""
+        kept = self.plan.kept.unflatten(1, (self.call.Hk, -1)).any(3).any(2)
+        columns = [kept[..., columns_of(piece)] for piece in self.held.k_layout.of(rank)]
+        return torch.cat(columns, -1) if columns else kept[..., :0]
+
+    def _broken(self) -> Tensor:
+        n = self._n_blocks(self.exchange.rank)
+        broken = torch.zeros((self.call.B, self.call.Hk, n), dtype=torch.bool)
+        broken = broken.to(self.exchange.device)
+        if self.call.recipe.pools and n:
+            broken = ~torch.cat([cargo.finite_blocks() for cargo in self.own], -1)
+        return broken
+
+    def _post(self, step: int) -> Pending:
+        """Send to the rank `step` places ahead; receive from the one as far behind."""
+        exchange, world = self.exchange, self.exchange.world
+        ahead, behind = (exchange.rank + step) % world, (exchange.rank - step) % world
+        knows = self.plan.knows.get(ahead, [])
+        ours = zip(self.own, self._split(exchange.rank, self.send[ahead]), strict=True)
+        messages = [
+            self.ship.pack(cargo, wanted, knows)
+            for cargo, (piece, wanted) in ours
+            if self._reaches(ahead, piece)
+        ]
+        message = torch.cat(messages) if messages else exchange.nothing()
+        n_bytes = sum(
+            self.ship.n_bytes(wanted, list(self.plan.known), len(piece))
+            for piece, wanted in self._split(behind, self.receive[behind])
+            if self._reaches(exchange.rank, piece)
+        )
+        return exchange.post("blocks", {ahead: message}, {behind: n_bytes})
+
+    def _reaches(self, rank: int, keys: Piece) -> bool:
+        """Whether any query of a rank may attend any of these keys."""
+        last = max((piece.stop for piece in self.held.q_layout.of(rank)), default=0)
+        return not self.call.is_causal or (last > 0 and last - 1 + self.call.offset >= keys.start)
+
+    def _split(self, rank: int, blocks: Tensor) -> list[tuple[Piece, Tensor]]:
+        """A rank's blocks by its pieces."""
+        pieces = self.held.k_layout.of(rank)
+        sizes = [n_blocks(len(piece), BLOCK_K) for piece in pieces]
+        return list(zip(pieces, torch.split(blocks, sizes, -1) if sizes else (), strict=True))
+
+    def _unpack(self, source: int, message: Tensor) -> list[Cargo | None]:
+        """A rank's pieces; None for those that no query here may attend."""
+        found: list[Cargo | None] = []
+        at = 0
+        for piece, wanted in self._split(source, self.receive[source]):
+            if not self._reaches(self.exchange.rank, piece):
+                found.append(None)
+                continue
+            n = self.ship.n_bytes(wanted, list(self.plan.known), len(piece))
+            found.append(self.ship.unpack(message[at : at + n], wanted, piece, self.plan.known))
+            at += n
+        return found
+
+    def _attend(self, source: int, cargos: Sequence[Cargo | None]) -> None:
+        for keys, cargo in zip(self.held.k_layout.of(source), cargos, strict=True):
+            at = 0
+            if cargo is None:
+                continue
+            for i, queries in enumerate(self.held.q_layout.of(self.exchange.rank)):
+                n = len(q_blocks_of(queries))
+                kept = self.plan.kept[:, :, at : at + n, columns_of(keys)]
+                at += n
+                self._attend_piece(i, queries, keys, kept, cargo)
+
+    def _attend_piece(
+        self, i: int, queries: Piece, keys: Piece, kept: Tensor, cargo: Cargo
+    ) -> None:
+        tokens = tokens_of(self.call, queries, keys)
+        open_blocks = int((tokens.block_kinds(kept.device) != EXCLUDED).sum())
+        if not open_blocks:
+            return
+        call = replace(
+            self.call, Lq=len(queries), Lk=len(keys), offset=tokens.offset, return_lse=True
+        )
+        plan = plan_from_mask(kept, tokens, measured=self.plan.measured)
+        raised = plan.raised is not None and bool(plan.raised.any())
+        if self.call.dtype == torch.bfloat16 and not raised:
+            call = replace(call, dtype=torch.float32)  # partial results are merged in fp32
+        prepared = self.ship.prepare(call, self.queries[i], self.ready[i], cargo)
+        stages = self.backend.stages()
+        if self.backend.raises_heads or not raised:
+            done = stages.attend(call, prepared, plan, tokens)
+        else:
+            assert isinstance(cargo.key, Tensor)
+            assert isinstance(cargo.value, Tensor)
+            inputs = Inputs(self.queries[i], cargo.key, cargo.value, key_mean=self.plan.key_mean)
+            done = attend_heads(stages, call, inputs, prepared, plan, tokens)
+        if self.observed:
+            self.tally.add(plan, done.pv_skips, self.backend.row_group)
+        before = self.results[i]
+        part = (done.out, done.lse)
+        self.results[i] = part if before is None else merge(*before, *part)
+
+    def _joined(self) -> tuple[Tensor, Tensor]:
+        call = self.call
+        work = work_dtype(call.dtype)
+        shape = (call.B, call.Hq, 0)
+        outs = [self.held.query.new_empty((*shape, call.Dv))]
+        lses = [self.held.query.new_empty(shape, dtype=work)]
+        for query, found in zip(self.queries, self.results, strict=True):
+            if found is None:  # rows that may attend nothing
+                lost = ~query.isfinite().all(-1)
+                lse = torch.full(query.shape[:3], -torch.inf, dtype=work, device=query.device)
+                out = query.new_zeros((*query.shape[:3], call.Dv))
+                found = (
+                    out.masked_fill(lost.unsqueeze(-1), torch.nan),
+                    lse.masked_fill(lost, torch.nan),
+                )
+            outs.append(found[0].to(call.dtype))
+            lses.append(found[1])
+        return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def tokens_of(call: Call, queries: Piece, keys: Piece) -> TokenMask:
+    offset = queries.start + call.offset - keys.start
+    return TokenMask(len(queries), len(keys), call.is_causal, offset)
+
+
+def columns_of(piece: Piece) -> slice:
+    return slice(piece.start // BLOCK_K, n_blocks(piece.stop, BLOCK_K))
