@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..api import PackedOptions
 from ..backend import AUTO, DENSE, Backend
 from ..blockplan import BlockPlan, plan_from_mask
 from ..call import Call, Inputs
@@ -51,18 +52,12 @@ def _outside_graphs(function: F) -> F:
     return cast(F, torch.compiler.disable(function))
 
 
-class RingOptions(TypedDict, total=False):
+class RingOptions(PackedOptions, total=False):
     """What `ring_attention` takes by name, besides `return_lse`."""
 
     group: Any
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    causal_align: str
     layout: str
     balance: bool
-    recipe: Recipe | None
-    backend: str
     label: str
 
 

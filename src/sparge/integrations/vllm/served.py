@@ -6,6 +6,7 @@ import atexit
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,32 +69,21 @@ class ServedLayer:
         assert shape is not None
         longest = max(pack.requests, key=lambda request: request.Lq)
         backend = chosen_backend(shape, longest, self.backend)
-        gqa, recipe = shape.Hq != shape.Hk, shape.recipe
+        options: Any = {
+            "is_causal": True,
+            "causal_align": "bottom_right",
+            "scale": shape.scale,
+            "enable_gqa": shape.Hq != shape.Hk,
+            "recipe": shape.recipe,
+            "backend": backend,
+        }
+        tensors = (pack.query, pack.key, pack.value)
         if len(pack.requests) == 1:
-            tensors = (x.transpose(0, 1).unsqueeze(0) for x in (pack.query, pack.key, pack.value))
-            out: Tensor = attention(
-                *tensors,
-                is_causal=True,
-                causal_align="bottom_right",
-                scale=shape.scale,
-                enable_gqa=gqa,
-                recipe=recipe,
-                backend=backend,
-            )
+            alone = (x.transpose(0, 1).unsqueeze(0) for x in tensors)
+            out: Tensor = attention(*alone, **options)
             return out[0].transpose(0, 1)
         cuts = (torch.tensor(x, dtype=torch.int32) for x in (pack.cuts_q, pack.cuts_k))
-        return attention_varlen(
-            pack.query,
-            pack.key,
-            pack.value,
-            *(x.to(pack.query.device) for x in cuts),
-            is_causal=True,
-            causal_align="bottom_right",
-            scale=shape.scale,
-            enable_gqa=gqa,
-            recipe=recipe,
-            backend=backend,
-        )
+        return attention_varlen(*tensors, *(x.to(pack.query.device) for x in cuts), **options)
 
 
 @dataclass
