@@ -25,16 +25,13 @@ def agree(exchange: Exchange, facts: dict[str, Any], own: list[int]) -> list[lis
     numbers = torch.tensor([*own, *[0] * (_N_FACTS - 1 - len(own)), len(text)], dtype=torch.int64)
     header = torch.cat([torch.tensor(list(digest), dtype=torch.uint8), numbers.view(torch.uint8)])
     header = header.to(exchange.device)
-    n = header.numel()
-    everyone = range(exchange.world)
-    heads = exchange.swap("agree", dict.fromkeys(everyone, header), dict.fromkeys(everyone, n))
-    digests = [bytes(heads[rank][:32].tolist()) for rank in everyone]
-    numbers_of = [heads[rank][32:].cpu().clone().view(torch.int64).tolist() for rank in everyone]
+    heads = exchange.gather("agree", header)
+    digests = [bytes(head[:32].tolist()) for head in heads]
+    numbers_of = [head[32:].cpu().clone().view(torch.int64).tolist() for head in heads]
     if len(set(digests)) > 1 or "refused" in facts:
         body = torch.tensor(list(text), dtype=torch.uint8, device=exchange.device)
-        lengths = {rank: numbers_of[rank][-1] for rank in everyone}
-        bodies = exchange.swap("agree", dict.fromkeys(everyone, body), lengths)
-        said = [json.loads(bytes(bodies[rank].tolist())) for rank in everyone]
+        bodies = exchange.gather("agree", body, [found[-1] for found in numbers_of])
+        said = [json.loads(bytes(each.tolist())) for each in bodies]
         return _disagreement(said, digests)
     return [found[: len(own)] for found in numbers_of]
 

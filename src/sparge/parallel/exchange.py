@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,17 @@ class Exchange:
             found[self.rank] = send[self.rank]
         pending.finish()
         return found
+
+    def gather(
+        self, purpose: str, message: Tensor, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """The messages of all ranks, each sent to all. sizes: None if all are as long."""
+        ranks = range(self.world)
+        each = sizes or [message.numel()] * self.world
+        found = self.swap(
+            purpose, dict.fromkeys(ranks, message), dict(zip(ranks, each, strict=True))
+        )
+        return [found[rank] for rank in ranks]
 
     def wait(self, work: Any, rank: int, what: str) -> None:
         start = time.perf_counter()

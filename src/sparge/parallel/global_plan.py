@@ -25,9 +25,8 @@ from ..stages import Prepared, Statistics
 from ..tokenmask import TokenMask
 from .exchange import Exchange
 from .key_mean import global_key_mean
-from .layout import Layout
 from .messages import from_bytes, pack_bits, size_of, to_bytes, unpack_bits
-from .reshard import pieces_of
+from .reshard import pieces_of, place_rows
 from .units import (
     Held,
     Unit,
@@ -126,21 +125,21 @@ class _Planning:
         fields = {"key": held.key, "value": held.value, "query": held.query}
         if call.measures_error:
             return fields
-        judge = None if call.recipe.min_similarity is None else 0.0
-        recipe = Recipe(KeepMass(1.0), "mean", min_similarity=judge)
-        queries = [
-            self._statistics(recipe, query, held.key.new_zeros((call.B, call.Hk, 1, call.D)))
-            for query in pieces_of(held.query, held.q_layout, rank)
-        ]
-        fields |= _joined(queries, q_pooled="q_pooled", q_similarity="q_similarity")
-        if self.coded:
-            keys = pieces_of(held.key, held.k_layout, rank)
-            one = held.key.new_zeros((call.B, call.Hq, 1, call.D))
-            found = [self._statistics(recipe, one, key) for key in keys]
-            fields |= _joined(found, k_pooled="k_pooled", k_similarity="k_similarity")
+        keys = pieces_of(held.key, held.k_layout, rank) if self.coded else []
+        if call.pools_blocks:
+            judge = None if call.recipe.min_similarity is None else 0.0
+            recipe = Recipe(KeepMass(1.0), "mean", min_similarity=judge)
+            one_key = held.key.new_zeros((call.B, call.Hk, 1, call.D))
+            one_query = held.key.new_zeros((call.B, call.Hq, 1, call.D))
+            queries = pieces_of(held.query, held.q_layout, rank)
+            found = [self._statistics(recipe, query, one_key) for query in queries]
+            fields |= _joined(found, "q_pooled", "q_similarity")
+            found = [self._statistics(recipe, one_query, key) for key in keys]
+            fields |= _joined(found, "k_pooled", "k_similarity")
+        if keys and call.samples_rows:
             codes = [self._codes(key) for key in keys]
-            fields["key"] = _cat([x.codes for x in codes], held.key.to(torch.int8))
-            fields["k_scale"] = _cat([x.scale for x in codes], held.key[..., 0].float())
+            fields["key"] = torch.cat([x.codes for x in codes], 2)
+            fields["k_scale"] = torch.cat([x.scale for x in codes], 2)
         return fields
 
     def _statistics(self, recipe: Recipe, query: Tensor, key: Tensor) -> Statistics:
@@ -235,9 +234,9 @@ class _Planning:
                     shape = (*x.shape[:dim], rows[name], *x.shape[dim + 1 :])
                     found[name] = x.new_empty(shape)
                 if name == "query":
-                    _place(found[name], held.q_layout, rank, x, dim=2)
+                    place_rows(found[name], held.q_layout, rank, x, dim=2)
                 elif name in ("key", "value", "k_scale"):
-                    _place(found[name], held.k_layout, rank, x, dim=1)
+                    place_rows(found[name], held.k_layout, rank, x, dim=1)
                 elif name.startswith("k_"):
                     found[name][:, places(held.k_blocks(rank), device)] = x
                 else:
@@ -335,26 +334,12 @@ class _Planning:
         return {rank: sorted(found) for rank, found in heads.items()}
 
 
-def _joined(found: Sequence[Statistics], **names: str) -> dict[str, Tensor]:
+def _joined(found: Sequence[Statistics], *names: str) -> dict[str, Tensor]:
     """Statistics of pieces, one after another, by name; what there is of them."""
-    fields = {}
-    for name, attribute in names.items():
-        parts = [x for each in found if (x := getattr(each, attribute)) is not None]
-        if parts:
-            fields[name] = torch.cat(parts, 2)
-    return fields
-
-
-def _cat(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
-    return torch.cat(list(parts), 2) if parts else nothing
-
-
-def _place(whole: Tensor, layout: Layout, rank: int, rows: Tensor, *, dim: int) -> None:
-    """Rows of a rank to where they stand in the sequence."""
-    at = 0
-    for piece in layout.of(rank):
-        whole.narrow(dim, piece.start, len(piece)).copy_(rows.narrow(dim, at, len(piece)))
-        at += len(piece)
+    parts = {
+        name: [x for each in found if (x := getattr(each, name)) is not None] for name in names
+    }
+    return {name: torch.cat(each, 2) for name, each in parts.items() if each}
 
 
 __all__ = ["GlobalPlan", "make_global_plan"]

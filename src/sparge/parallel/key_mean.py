@@ -33,10 +33,8 @@ def global_key_mean(exchange: Exchange, held: Held, stages: KeySums) -> Tensor:
         whole[:, :, torch.tensor(held.k_blocks(of), dtype=torch.int64).to(device)] = part
     means = stages.mean_of_sums(whole, call.Lk)
     specs = {of: [Spec((call.B, len(heads[of]), call.D), torch.float32)] for of in ranks}
-    message = to_bytes([means], device)
-    told = exchange.swap(
-        "plan", dict.fromkeys(ranks, message), {of: size_of(specs[of]) for of in ranks}
-    )
+    sizes = [size_of(specs[of]) for of in ranks]
+    told = exchange.gather("plan", to_bytes([means], device), sizes)
     mean = torch.empty((call.B, call.Hk, call.D), device=device)
     for of in ranks:
         mean[:, heads[of]] = from_bytes(told[of], specs[of])[0]

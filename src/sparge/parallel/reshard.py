@@ -55,6 +55,14 @@ def _rows(x: Tensor, held: Sequence[Piece], part: Piece) -> Tensor:
     raise AssertionError("a part lies within one piece")
 
 
+def place_rows(whole: Tensor, layout: Layout, rank: int, rows: Tensor, *, dim: int) -> None:
+    """Rows of a rank to where they stand in the sequence."""
+    at = 0
+    for piece in layout.of(rank):
+        whole.narrow(dim, piece.start, len(piece)).copy_(rows.narrow(dim, at, len(piece)))
+        at += len(piece)
+
+
 def _spec(x: Tensor, length: int) -> Spec:
     return Spec((*x.shape[:2], length, *x.shape[3:]), x.dtype)
 

@@ -50,9 +50,8 @@ def gather_report(
     sent = [exchange.sent[name] for name in PURPOSES]
     numbers = [tally.kept, tally.allowed, seconds["attend"], exchange.waited, *sent]
     message = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(exchange.device)
-    ranks, n_bytes = range(exchange.world), message.numel()
-    found = exchange.swap("report", dict.fromkeys(ranks, message), dict.fromkeys(ranks, n_bytes))
-    return RingReport(tuple(_share(rank, found[rank]) for rank in ranks), dense_bytes)
+    found = enumerate(exchange.gather("report", message))
+    return RingReport(tuple(_share(rank, each) for rank, each in found), dense_bytes)
 
 
 def _share(rank: int, message: Tensor) -> RingShare:

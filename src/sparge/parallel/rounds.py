@@ -12,9 +12,8 @@ from ..attend_heads import attend_heads
 from ..backend import Backend
 from ..blockplan import plan_from_mask
 from ..call import Call, Inputs, work_dtype
-from ..geometry import BLOCK_K, n_blocks
 from ..merge import merge
-from ..tokenmask import EXCLUDED, TokenMask
+from ..tokenmask import TokenMask
 from .exchange import Exchange, Pending
 from .global_plan import GlobalPlan
 from .layout import Piece
@@ -22,7 +21,7 @@ from .messages import pack_bits, unpack_bits
 from .reshard import pieces_of
 from .ring_report import Tally
 from .shipment import Cargo, Shipment
-from .units import Held, q_blocks_of
+from .units import Held, k_blocks_of, places, q_blocks_of
 
 
 class Rounds:
@@ -72,7 +71,9 @@ class Rounds:
         """
         exchange, rank = self.exchange, self.exchange.rank
         ranks = range(exchange.world)
-        wanted = {of: self._kept_of(of) for of in ranks}
+        # Key blocks that some query here keeps, by the rank that has them.
+        kept = self.plan.kept.unflatten(1, (self.call.Hk, -1)).any(3).any(2)
+        wanted = {of: kept[..., places(self.held.k_blocks(of), kept.device)] for of in ranks}
         broken = self._broken()
         bits = pack_bits(broken)
         sends = {to: torch.cat([pack_bits(wanted[to]), bits], -1).flatten() for to in ranks}
@@ -88,13 +89,7 @@ class Rounds:
             self.send[of], self.receive[of] = theirs | broken, wanted[of] | lost
 
     def _n_blocks(self, rank: int) -> int:
-        return sum(n_blocks(len(piece), BLOCK_K) for piece in self.held.k_layout.of(rank))
-
-    def _kept_of(self, rank: int) -> Tensor:
-        """Key blocks of a rank that some query here keeps, bool `[B, Hk, blocks]`."""
-        kept = self.plan.kept.unflatten(1, (self.call.Hk, -1)).any(3).any(2)
-        columns = [kept[..., columns_of(piece)] for piece in self.held.k_layout.of(rank)]
-        return torch.cat(columns, -1) if columns else kept[..., :0]
+        return len(self.held.k_blocks(rank))
 
     def _broken(self) -> Tensor:
         n = self._n_blocks(self.exchange.rank)
@@ -131,7 +126,7 @@ class Rounds:
     def _split(self, rank: int, blocks: Tensor) -> list[tuple[Piece, Tensor]]:
         """A rank's blocks by its pieces."""
         pieces = self.held.k_layout.of(rank)
-        sizes = [n_blocks(len(piece), BLOCK_K) for piece in pieces]
+        sizes = [len(k_blocks_of(piece)) for piece in pieces]
         return list(zip(pieces, torch.split(blocks, sizes, -1) if sizes else (), strict=True))
 
     def _unpack(self, source: int, message: Tensor) -> list[Cargo | None]:
@@ -149,12 +144,13 @@ class Rounds:
 
     def _attend(self, source: int, cargos: Sequence[Cargo | None]) -> None:
         for keys, cargo in zip(self.held.k_layout.of(source), cargos, strict=True):
-            at = 0
             if cargo is None:
                 continue
+            columns = k_blocks_of(keys)
+            at = 0
             for i, queries in enumerate(self.held.q_layout.of(self.exchange.rank)):
                 n = len(q_blocks_of(queries))
-                kept = self.plan.kept[:, :, at : at + n, columns_of(keys)]
+                kept = self.plan.kept[:, :, at : at + n, columns.start : columns.stop]
                 at += n
                 self._attend_piece(i, queries, keys, kept, cargo)
 
@@ -162,13 +158,12 @@ class Rounds:
         self, i: int, queries: Piece, keys: Piece, kept: Tensor, cargo: Cargo
     ) -> None:
         tokens = tokens_of(self.call, queries, keys)
-        open_blocks = int((tokens.block_kinds(kept.device) != EXCLUDED).sum())
-        if not open_blocks:
+        plan = plan_from_mask(kept, tokens, measured=self.plan.measured)
+        if not plan.allowed.any():
             return
         call = replace(
             self.call, Lq=len(queries), Lk=len(keys), offset=tokens.offset, return_lse=True
         )
-        plan = plan_from_mask(kept, tokens, measured=self.plan.measured)
         raised = plan.raised is not None and bool(plan.raised.any())
         if self.call.dtype == torch.bfloat16 and not raised:
             call = replace(call, dtype=torch.float32)  # partial results are merged in fp32
@@ -210,7 +205,3 @@ class Rounds:
 def tokens_of(call: Call, queries: Piece, keys: Piece) -> TokenMask:
     offset = queries.start + call.offset - keys.start
     return TokenMask(len(queries), len(keys), call.is_causal, offset)
-
-
-def columns_of(piece: Piece) -> slice:
-    return slice(piece.start // BLOCK_K, n_blocks(piece.stop, BLOCK_K))

@@ -12,6 +12,7 @@ from torch import Tensor
 from .exchange import Exchange
 from .layout import LAYOUTS, Layout, contiguous, layout_of, zigzag
 from .messages import Spec, from_bytes, size_of, to_bytes
+from .reshard import place_rows
 
 
 def shard(x: Tensor, *, layout: str = "contiguous", group: Any = None, dim: int = 2) -> Tensor:
@@ -31,23 +32,18 @@ def unshard(x: Tensor, *, layout: str = "contiguous", group: Any = None, dim: in
     """The whole tensor on every rank, of parts that `shard` cut; `dim` is the sequence."""
     group = dist.group.WORLD if group is None else group
     exchange = Exchange(group, x.device)
-    ranks, rows = range(exchange.world), x.movedim(dim, 0).contiguous()
+    rows = x.movedim(dim, 0).contiguous()
     with exchange.guarded():
         length = torch.tensor([rows.shape[0]]).view(torch.uint8).to(x.device)
-        found = exchange.swap("agree", dict.fromkeys(ranks, length), dict.fromkeys(ranks, 8))
-        lengths = [int(found[rank].cpu().clone().view(torch.int64)) for rank in ranks]
-        specs = {rank: Spec((lengths[rank], *rows.shape[1:]), x.dtype) for rank in ranks}
-        message = to_bytes([rows], x.device)
-        sizes = {rank: size_of([specs[rank]]) for rank in ranks}
-        parts = exchange.swap("move", dict.fromkeys(ranks, message), sizes)
+        found = exchange.gather("agree", length)
+        lengths = [int(each.cpu().clone().view(torch.int64)) for each in found]
+        specs = [Spec((length, *rows.shape[1:]), x.dtype) for length in lengths]
+        sizes = [size_of([spec]) for spec in specs]
+        parts = exchange.gather("move", to_bytes([rows], x.device), sizes)
     held = layout_of(layout, lengths, "x")
     whole = rows.new_empty((sum(lengths), *rows.shape[1:]))
-    for rank in ranks:
-        (part,) = from_bytes(parts[rank], [specs[rank]])
-        at = 0
-        for piece in held.of(rank):
-            whole[piece.start : piece.stop] = part[at : at + len(piece)]
-            at += len(piece)
+    for rank, spec in enumerate(specs):
+        place_rows(whole, held, rank, from_bytes(parts[rank], [spec])[0], dim=0)
     return whole.movedim(0, dim).contiguous()
 
 
