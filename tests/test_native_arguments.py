@@ -41,16 +41,12 @@ from native_calls import (
     numbers,
     step_errors,
 )
+from native_refusals import refusals_of, tensors_of
 from sparge.backends.cpu import library as native
 
 pytestmark = pytest.mark.skipif(native.why_missing() is not None, reason="no native core")
 
-TENSORS = [
-    (case, name)
-    for case, make in VALID.items()
-    for name, x in make().items()
-    if isinstance(x, torch.Tensor)
-]
+TENSORS, refused = tensors_of(VALID), refusals_of(VALID)
 STRIDED = {
     "query", "key", "value", "x", "mask", "grad_out", "pooled_key", "pooled_value", "exact_query",
     "exact_key", ("step_errors fast", "codes"),
@@ -64,13 +60,6 @@ FREE = {
     ("step_errors own", "value", 3),
     ("take_steps", "indices", 3),
 }
-
-
-def refused(case, match, **broken):
-    arguments = VALID[case]()
-    assert arguments.keys() >= broken.keys() - {"isa"}
-    with pytest.raises(RuntimeError, match=match):
-        call(case, arguments | broken)
 
 
 @pytest.mark.parametrize("case", VALID)

@@ -28,6 +28,7 @@ from native_calls import (
     mutated,
     numbers,
 )
+from native_refusals import refusals_of, tensors_of
 from sparge.backends.cpu import library as native
 
 pytestmark = pytest.mark.skipif(native.why_missing() is not None, reason="no native core")
@@ -152,22 +153,10 @@ VALID = {
     "packed_attend fast": lambda: attend(INT8_FAST),
     "packed_attend exact": lambda: attend(EXACT) | {"attends": None},
 }  # fmt: skip
-TENSORS = [
-    (case, name)
-    for case, make in VALID.items()
-    for name, x in make().items()
-    if isinstance(x, torch.Tensor)
-]
+TENSORS, refused = tensors_of(VALID), refusals_of(VALID)
 # Tensors of the caller's may have any strides.
 STRIDED = {(case, name) for case, name in TENSORS if VALID[case]()[name].dim() == 4}
 TABLES = [(case, name) for case, name in TENSORS if name in ("rows", "q_rows", "k_rows")]
-
-
-def refused(case, match, **broken):
-    arguments = VALID[case]()
-    assert arguments.keys() >= broken.keys() - {"isa"}
-    with pytest.raises(RuntimeError, match=match):
-        call(case, arguments | broken)
 
 
 @pytest.mark.parametrize("case", VALID)

@@ -18,6 +18,7 @@ from ...recipe import DEFAULT
 from ..sdpa import Route, running
 from ..site import Site
 from .parallel import attend_parallel
+from .split import heads_last
 
 NAME, RELAY = "sparge", "_sparge_relay"
 
@@ -120,10 +121,7 @@ def _run(
             route, query, key, value, config=parallel_config, return_lse=return_lse, **given
         )
     query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
-    if return_lse:
-        out, lse = route(query, key, value, **given, return_lse=True)
-        return out.permute(0, 2, 1, 3), lse.permute(0, 2, 1).float()
-    return route(query, key, value, **given).permute(0, 2, 1, 3)
+    return heads_last(route(query, key, value, **given, return_lse=return_lse))
 
 
 class OwnBackend:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..sdpa import Route
 from ..ulysses import ULYSSES, share_heads, to_sequence
 from .ring import attend_ring
-from .split import UNKNOWN_SPLIT, mask_of_heads, split_of
+from .split import UNKNOWN_SPLIT, heads_last, mask_of_heads, rows_of, split_of
 
 GRADIENT = "a gradient is wanted: torch's own is faster; sparge runs under no_grad"
 
@@ -123,13 +123,8 @@ class _Ulysses:
             mask = _in_order(mask, index)
             result = self.route(query, key, value, attn_mask=mask, **given, share=self.share)
             back = to_sequence(shards, query.device, back=True)
-            if return_lse:
-                result = tuple(x.index_select(2, back) for x in result)
-            else:
-                result = result.index_select(2, back)
-        if return_lse:
-            return result[0].permute(0, 2, 1, 3), result[1].permute(0, 2, 1).float()
-        return result.permute(0, 2, 1, 3)
+            result = rows_of(result, back)
+        return heads_last(result)
 
 
 def _in_order(mask: Tensor | None, index: Tensor) -> Tensor | None:

@@ -28,7 +28,7 @@ from ..ulysses import (
     places_in_ring,
     share_heads,
 )
-from .split import UNKNOWN_SPLIT, mask_of_heads, split_of
+from .split import UNKNOWN_SPLIT, heads_last, mask_of_heads, rows_of, split_of
 
 MASKED = "a mask: the ring has none"
 
@@ -99,9 +99,8 @@ def attend_ring(
         assert recipe is not None
         result = _select_once(route, query, key, value, recipe, shards, ring, scale, return_lse)
         route.site.note_parallel(ONE_SELECTION)
+    result = heads_last(result)
     out, lse = result if return_lse else (result, None)
-    out = out.permute(0, 2, 1, 3)
-    lse = None if lse is None else lse.permute(0, 2, 1).float()
     if degree > 1:
         out = _exchange(out, within, 1, 2)
         lse = None if lse is None else _exchange(lse[..., None], within, 1, 2)[..., 0]
@@ -140,11 +139,7 @@ def _select_once(
         return_lse=return_lse,
         label=route.site.label,
     )
-    if back is None:
-        return result
-    if return_lse:
-        return tuple(x.index_select(2, back) for x in result)
-    return result.index_select(2, back)
+    return result if back is None else rows_of(result, back)
 
 
 def _protected(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -39,3 +40,18 @@ def mask_of_heads(mask: Tensor | None, share: HeadShare, Lq: int, Lk: int) -> Te
     if mask.dim() == 4 and mask.shape[1] == share.heads > 1:
         mask = mask[:, share.start : share.stop]
     return mask
+
+
+def rows_of(result: Any, index: Tensor) -> Any:
+    """Some rows, in this order, of an output `[B, H, L, D]`, or of `(out, lse)`."""
+    if isinstance(result, tuple):
+        return tuple(x.index_select(2, index) for x in result)
+    return result.index_select(2, index)
+
+
+def heads_last(result: Any) -> Any:
+    """An output as `[B, L, H, D]`, as diffusers has it; or with its LSE, fp32 `[B, L, H]`."""
+    if isinstance(result, tuple):
+        out, lse = result
+        return out.permute(0, 2, 1, 3), lse.permute(0, 2, 1).float()
+    return result.permute(0, 2, 1, 3)
