@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -24,7 +23,6 @@ def pretend(monkeypatch, *cards):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: gpu)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(cards))
-    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards[device])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cards[device].name)

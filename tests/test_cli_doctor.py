@@ -163,7 +163,7 @@ def test_doctor_calibrates_a_card(doctor, monkeypatch):
     monkeypatch.setattr("sparge.report.crossover_status.calibrate", lambda: nothing)
     key = key_of(card_of("cuda"))
     made = replace(BUILT_IN, key=key, date="2026-01-01", took=90.0, noise=1.8, measured=True)
-    monkeypatch.setattr(calibrate, "measure", lambda backend, kind: made)
+    monkeypatch.setattr(calibrate, "measure", lambda backend, kind, index: made)
     (card,) = doctor("--calibrate")[0]["cards"]
     assert (card["cost"]["source"], card["cost"]["state"]) == ("measured", "measured now")
     found, text = doctor()
@@ -171,7 +171,7 @@ def test_doctor_calibrates_a_card(doctor, monkeypatch):
     for words in ("measured before, 2026-01-01, in 90.0 s", "not steady", card["cost"]["file"]):
         assert words in text
 
-    def fail(backend, kind):
+    def fail(backend, kind, index):
         raise MemoryError("none left")
 
     monkeypatch.setattr(calibrate, "measure", fail)
@@ -182,7 +182,7 @@ def test_doctor_calibrates_a_card(doctor, monkeypatch):
 def test_a_card_can_be_calibrated_without_a_native_core(doctor, monkeypatch):
     pretend(monkeypatch, properties())
     monkeypatch.setattr("sparge.backends.cpu.library.why_missing", lambda: "it was not built")
-    monkeypatch.setattr(calibrate, "measure", lambda backend, kind: 1 / 0)
+    monkeypatch.setattr(calibrate, "measure", lambda backend, kind, index: 1 / 0)
     assert "division" in doctor("--calibrate")[0]["cards"][0]["cost"]["failure"]
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparge
-from calls import a_call, tensors
+from calls import a_call, call_of, tensors
+from gpus import pretend, properties
 from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe
 from sparge.backend import Estimate, FixedCost
 from sparge.backends.cpu import library
-from sparge.dispatch import choose
+from sparge.backends.triton.architectures import architecture_of
+from sparge.dispatch import choose, get_backend
 from sparge.host import host
 from sparge.stages import Attended, Prepared
 
@@ -132,7 +135,6 @@ def test_a_host_knows_the_device_it_is_asked_for(monkeypatch):
         name, major, minor = "Some GPU", 9, 0
 
     monkeypatch.setattr("sparge.host._hosts", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     found = host("cuda")
     assert (found.device("cuda").name, found.device("cuda").capability) == ("Some GPU", "sm_90")
@@ -155,3 +157,28 @@ def test_counts_of_the_second_filter_are_told_in_the_backends_groups(add_backend
     assert (wide.row_group, narrow.row_group) == (64, 16)
     assert wide.pv_groups == 2 * 4 * (2 + 2 + 1)
     assert narrow.pv_groups == 2 * 4 * (8 + 8 + 3)
+
+
+def test_two_different_cards_are_told_apart_by_the_tensors_index(monkeypatch):
+    """The first current card of the process once stood for all of them."""
+    pretend(monkeypatch, properties("Ada", 8, 9), properties("Ampere", 8, 0, clock_rate=1_410_000))
+    fast = Recipe(precision="int8-fast")
+    ada, ampere = (a_call(8192, device="cuda", index=i, recipe=fast) for i in range(2))
+    monkeypatch.setattr("sparge.backends.triton.MISSING", None)
+    triton = get_backend("triton")
+    assert triton.refusal(host(*ada.where), ada) is None
+    assert "sm_80 has no fp8" in triton.refusal(host(*ampere.where), ampere)
+    assert [architecture_of(*call.where).name for call in (ada, ampere)] == ["sm_89", "sm_80"]
+    isas = [triton.isa(host(*call.where), call) for call in (ada, ampere)]
+    assert isas == ["triton sm_89", "triton sm_80"]
+    assert [host(*call.where).device("cuda").name for call in (ada, ampere)] == ["Ada", "Ampere"]
+    costs = [triton.cost.crossover(*call.where).costs["bf16/128/dense"] for call in (ada, ampere)]
+    assert costs[0] != costs[1]
+
+
+def test_a_call_knows_which_card_its_tensors_are_on():
+    q = torch.empty(1, 2, 256, 64, device="meta")
+    assert call_of(q, q, q).where == ("meta", 0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 2, 256, 64, device="cuda:1")
+        assert call_of(q, q, q).where == ("cuda", 1)

@@ -185,7 +185,7 @@ def test_measured_numbers_replace_the_estimate_here_and_in_later_processes(ada):
     everything = gpu_call(recipe=Recipe(KeepAll()))
     before = COST.generation
     assert not COST.before(everything).faster
-    assert COST.adopt(measured(card_of("cuda"), ours=5e-13), "cuda") == ""
+    assert COST.adopt(measured(card_of("cuda"), ours=5e-13), "cuda", 0) == ""
     assert COST.generation == before + 1
     for cost in (COST, GpuCost()):
         found = cost.before(everything)
@@ -193,12 +193,12 @@ def test_measured_numbers_replace_the_estimate_here_and_in_later_processes(ada):
 
 
 def test_numbers_of_another_card_are_not_used(ada):
-    COST.adopt(measured(replace(card_of("cuda"), name="Other GPU"), ours=5e-13), "cuda")
+    COST.adopt(measured(replace(card_of("cuda"), name="Other GPU"), ours=5e-13), "cuda", 0)
     assert GpuCost().before(gpu_call(recipe=Recipe(KeepAll()))).source == ESTIMATED
 
 
 def test_a_precision_that_the_card_does_not_serve_was_not_measured(ada):
-    COST.adopt(measured(card_of("cuda"), 5e-13, left_out=["int8-fast", "fp32"]), "cuda")
+    COST.adopt(measured(card_of("cuda"), 5e-13, left_out=["int8-fast", "fp32"]), "cuda", 0)
     cost = GpuCost()  # reads the file
     assert cost.before(gpu_call()).faster
     fast = cost.before(gpu_call(recipe=replace(FEW, precision="int8-fast")))
@@ -222,7 +222,7 @@ def test_measuring_fits_the_trials(ada, monkeypatch):
         return 1e-3, work()
 
     # The key is the card's; the trials run where it is said.
-    monkeypatch.setattr(calibrate, "card_of", lambda device: card_of("cuda"))
+    monkeypatch.setattr(calibrate, "card_of", lambda kind, index: card_of("cuda"))
     found = calibrate.measure(CPU_BACKEND, "cpu", timed=timed, **TINY)
     assert found.measured
     assert found.key == key_of(card_of("cuda"))
@@ -233,14 +233,14 @@ def test_measuring_fits_the_trials(ada, monkeypatch):
     assert ours.element > 1e-3 / 256**2, "some pairs were skipped"
     assert ours.token == 0.0
     assert cost_file.write(found) == ""
-    assert GpuCost().crossover("cuda") == found
+    assert GpuCost().crossover("cuda", 0) == found
     # Two rounds, of which the first compiles; 4 precisions at 2 lengths, and 3 times dense.
     assert len(turns) == 2 * len(DTYPES) * len(HEAD_DIMS) * (2 * 4 * 2 + 3)
 
 
 def test_only_what_is_served_is_measured(ada, monkeypatch):
     monkeypatch.setattr(calibrate, "FEWEST_ROUNDS", 1)
-    monkeypatch.setattr(calibrate, "card_of", lambda device: card_of("cuda"))
+    monkeypatch.setattr(calibrate, "card_of", lambda kind, index: card_of("cuda"))
 
     def refusal(host, call):
         fp32_half = call.dtype == torch.float32 and call.recipe.precision == "half"

@@ -24,7 +24,7 @@ def pretend(monkeypatch):
     def pretend(name):
         made = Host("x", {"cuda": Device("cuda", "a card", name)})
         for module in (importlib.import_module("sparge.dispatch.choose"), architectures):
-            monkeypatch.setattr(module, "host", lambda kind="cpu": made)
+            monkeypatch.setattr(module, "host", lambda kind="cpu", index=0: made)
 
     return pretend
 

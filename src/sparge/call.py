@@ -40,6 +40,8 @@ class Call:
     device: str
     scale: float
     recipe: Recipe
+    index: int = 0
+    """Which of the devices of its type."""
     is_causal: bool = False
     offset: int = 0
     """Query row `i` stands at key position `i + offset`."""
@@ -49,6 +51,11 @@ class Call:
     needs_grad: bool = False
     label: str = ""
     """The caller's name for the call; shown in the record."""
+
+    @property
+    def where(self) -> tuple[str, int]:
+        """Type and index of the device."""
+        return self.device, self.index
 
     @property
     def n_q(self) -> int:

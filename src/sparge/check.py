@@ -113,6 +113,7 @@ def check_call(
         Dv=Dv,
         dtype=query.dtype,
         device=query.device.type,
+        index=query.device.index or 0,
         scale=check_scale(scale, D),
         recipe=recipe,
         is_causal=is_causal,

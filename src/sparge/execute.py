@@ -133,7 +133,7 @@ def run_of(
     return _run(
         what,
         watch,
-        isa=backend.isa(host(watch.call.device), watch.call),
+        isa=backend.isa(host(*watch.call.where), watch.call),
         sparsity=plan.sparsity(pv_skips, rows),
         kept=int(plan.counts.sum()),
         allowed=int(plan.allowed.sum()),
@@ -190,7 +190,7 @@ def _run_of_dense(watch: Stopwatch, tokens: TokenMask) -> Run | None:
     heads = call.B * call.Hq // (may.shape[0] * may.shape[1])
     allowed = int((may != EXCLUDED).sum()) * heads
     facts = {"sparsity": 0.0, "pv_skips": 0, "pv_groups": 0}
-    isa = torch_capability(host(call.device), call)
+    isa = torch_capability(host(*call.where), call)
     return _run("attention", watch, isa=isa, kept=allowed, allowed=allowed, **facts)
 
 

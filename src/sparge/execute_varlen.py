@@ -171,7 +171,7 @@ def _dense_in_a_pack(each: dict[int, Chosen]) -> dict[int, Chosen]:
     }
     for backend in backends() if calls else ():
         first = next(iter(calls.values()))
-        refused = backend.refusal(host(first.device), first) is not None
+        refused = backend.refusal(host(*first.where), first) is not None
         if backend.packed is None or refused:
             continue
         found = {}

@@ -27,7 +27,7 @@ class Device:
 class Host:
     machine: str = ""
     devices: dict[str, Device] = field(default_factory=dict)
-    """By type. Accelerators are looked at when a tensor is on one, or `sparge doctor` asks."""
+    """By type: the processor, and the accelerator that was asked for."""
 
     def device(self, kind: str) -> Device:
         return self.devices.get(kind) or Device(kind)
@@ -37,24 +37,26 @@ _CPU_ONLY = Host(
     platform.machine(),
     {"cpu": Device("cpu", cpu_name(), torch.backends.cpu.get_cpu_capability())},
 )
-_hosts: dict[str, Host] = {}
+_hosts: dict[tuple[str, int], Host] = {}
+"""By type and index: the cards of a machine may differ."""
 
 
-def host(kind: str = "cpu") -> Host:
-    """This machine with its processor, and with the accelerator of this type if it is one."""
+def host(kind: str = "cpu", index: int = 0) -> Host:
+    """This machine with its processor, and with this accelerator if it is one (`Call.where`)."""
     if kind in ("cpu", "meta"):
         return _CPU_ONLY  # a constant, for graphs being traced
-    if kind not in _hosts:
-        devices = {**_CPU_ONLY.devices, kind: _accelerator(kind)}
-        _hosts[kind] = Host(_CPU_ONLY.machine, devices)
-    return _hosts[kind]
+    where = (kind, index)
+    if where not in _hosts:
+        devices = {**_CPU_ONLY.devices, kind: _accelerator(kind, index)}
+        _hosts[where] = Host(_CPU_ONLY.machine, devices)
+    return _hosts[where]
 
 
-def _accelerator(kind: str) -> Device:
-    """Name and architecture of the current device of a type; empty where torch does not tell."""
+def _accelerator(kind: str, index: int) -> Device:
+    """Name and architecture of a device; empty where torch does not tell."""
     module = getattr(torch, kind, None)
     try:
-        facts = module.get_device_properties(module.current_device())  # type: ignore[union-attr]
+        facts = module.get_device_properties(index)  # type: ignore[union-attr]
     except (AttributeError, RuntimeError, AssertionError):
         return Device(kind)
     name = str(getattr(facts, "name", ""))

@@ -53,7 +53,7 @@ class Choice:
 
 def choose(call: Call, backend: str = AUTO, *, dense_ok: bool = True) -> Choice:
     """`dense_ok=False` for the single stages, which dense attention does not have."""
-    where = host(call.device)
+    where = host(*call.where)
     refusals = {b.name: b.refusal(where, call) for b in backends()}
     if dense_ok:
         refusals[DENSE] = dense_refusal(where, call)
@@ -92,7 +92,7 @@ def settle(call: Call, choice: Choice) -> Choice:
     estimate = choice.estimate
     if estimate is None or estimate.settled or torch.compiler.is_compiling():
         return choice
-    where = host(call.device)
+    where = host(*call.where)
     able = [b for b in backends() if b.refusal(where, call) is None]
     changed = [b.cost.calibrate(call) for b in able]  # each of them, hence no any()
     return choose(call, AUTO) if any(changed) else choice

@@ -179,7 +179,7 @@ def _gradient_backend(call: Call, backend: str) -> Backend:
     asked, _ = asked_backend(backend)
     if asked not in (AUTO, DENSE):
         return get_backend(choose(call, backend, dense_ok=False).backend)
-    where = host(call.device)
+    where = host(*call.where)
     return next(b for b in backends() if b.refusal(where, call) is None)
 
 

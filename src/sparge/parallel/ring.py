@@ -247,7 +247,7 @@ def _choose(call: Call, backend: str, *, dense: bool) -> tuple[Choice, Call]:
     if name == DENSE:
         why = f"asked for by {asked_by}"
     call = replace(call, recipe=Recipe(KeepAll(), precision=call.own_precision))
-    where = host(call.device)
+    where = host(*call.where)
     able = next(b.name for b in backends() if b.refusal(where, call) is None)
     choice = choose(call, able, dense_ok=False)
     return replace(choice, reason=f"{why}; everything is kept", routed_to_dense=True), call

@@ -76,7 +76,7 @@ def run_of_ring(
         call=f"{len(report.shares)} ranks, {call}",
         label=call.label,
         backend=choice.backend,
-        isa=backend.isa(host(call.device), call),
+        isa=backend.isa(host(*call.where), call),
         reason=choice.reason,
         routed_to_dense=choice.routed_to_dense,
         rejected=dict(choice.rejected),

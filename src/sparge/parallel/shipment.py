@@ -84,7 +84,7 @@ class Shipment:
     def __init__(self, stages: Stages, call: Call, key_mean: Tensor | None, *, plain: bool) -> None:
         self.stages, self.call, self.key_mean = stages, call, key_mean
         self.coded = plain and not call.measures_error
-        device = torch.device(call.device) if key_mean is None else key_mean.device
+        device = torch.device(*call.where) if key_mean is None else key_mean.device
         nothing = [
             torch.zeros((call.B, call.Hk, BLOCK_K, d), dtype=call.dtype, device=device)
             for d in (call.D, call.Dv)

@@ -34,41 +34,40 @@ def gpu_status(*, measure: bool) -> dict[str, Any]:
         )
         known["indices"].append(index)
         if "cost" not in known:
-            known["launch"] = _launch(kind)
-            known["cost"] = _measured_now(kind) if measure else _cached(kind, key)
+            known["launch"] = _launch(kind, index)
+            known["cost"] = _measured_now(kind, index) if measure else _cached(kind, index, key)
     return {"triton": triton_version(), "cards": list(cards.values())}
 
 
 def _each_device() -> Iterator[tuple[str, int]]:
-    """Type and index of every accelerator, which is the current device meanwhile."""
+    """Type and index of every accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return
     for index in range(torch.accelerator.device_count()):
-        with torch.accelerator.device_index(index):
-            yield accelerator.type, index
+        yield accelerator.type, index
 
 
-def _launch(kind: str) -> dict[str, Any] | str:
+def _launch(kind: str, index: int) -> dict[str, Any] | str:
     """How kernels are launched, or why they are not."""
-    found = architecture_of(kind)
+    found = architecture_of(kind, index)
     if isinstance(found, str):
         return found
     fp8 = None if found.fp8 is None else str(found.fp8).removeprefix("torch.")
     return {**asdict(found.tiles), "fp8": fp8, "shared": found.shared, "source": found.source}
 
 
-def _measured_now(kind: str) -> dict[str, Any]:
+def _measured_now(kind: str, index: int) -> dict[str, Any]:
     try:
-        measured = calibrate.measure(get_backend(NAME), kind)
+        measured = calibrate.measure(get_backend(NAME), kind, index)
     except Exception as error:  # a kernel may fail on a card that nobody has tried; doctor goes on
-        return _cost(COST.crossover(kind), failure=f"{type(error).__name__}: {error}")
-    return _cost(measured, "measured now", why=COST.adopt(measured, kind))
+        return _cost(COST.crossover(kind, index), failure=f"{type(error).__name__}: {error}")
+    return _cost(measured, "measured now", why=COST.adopt(measured, kind, index))
 
 
-def _cached(kind: str, key: dict[str, str]) -> dict[str, Any]:
+def _cached(kind: str, index: int, key: dict[str, str]) -> dict[str, Any]:
     _, why = cache.read(key, complete=False)
-    return _cost(COST.crossover(kind), "measured before", why=why)
+    return _cost(COST.crossover(kind, index), "measured before", why=why)
 
 
 def _cost(

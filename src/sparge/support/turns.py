@@ -78,17 +78,17 @@ def timed(work: Callable[[], T], /) -> tuple[float, T]:
 
 
 def timer(device: str) -> Timer:
-    """`timed`, for work on a type of device. An accelerator works on its own after a launch: it is
-    waited for before and after, so that launching counts as it does for a caller who waits."""
-    return timed if device in HOST else _timed_on_accelerator
+    """`timed`, for work on a device. An accelerator works on its own after a launch: it is waited
+    for before and after, so that launching counts as it does for a caller who waits."""
 
+    def timed_there(work: Callable[[], T], /) -> tuple[float, T]:
+        torch.accelerator.synchronize(torch.device(device))
+        start = time.perf_counter()
+        done = work()
+        torch.accelerator.synchronize(torch.device(device))
+        return time.perf_counter() - start, done
 
-def _timed_on_accelerator(work: Callable[[], T], /) -> tuple[float, T]:
-    torch.accelerator.synchronize()
-    start = time.perf_counter()
-    done = work()
-    torch.accelerator.synchronize()
-    return time.perf_counter() - start, done
+    return timed if torch.device(device).type in HOST else timed_there
 
 
 def clock() -> Callable[[], float]:

@@ -70,7 +70,7 @@ def _refusal(host: Host, call: Call) -> str | None:
         return MISSING
     if call.dtype == torch.float64:
         return "it computes in fp32; the reference serves float64"
-    found = architecture_of(call.device)
+    found = architecture_of(*call.where)
     if isinstance(found, str):
         return found
     if call.recipe.precision == "int8-fast" and found.fp8 is None:
@@ -82,7 +82,7 @@ def _refusal(host: Host, call: Call) -> str | None:
 
 
 def _architecture_name(host: Host, call: Call) -> str:
-    found = architecture_of(call.device)
+    found = architecture_of(*call.where)
     return f"triton {found.name}" if isinstance(found, Architecture) else "triton"
 
 

@@ -177,15 +177,15 @@ def assumed() -> bool:
     return _assumed is not None
 
 
-def architecture_of(kind: str) -> Architecture | str:
-    """The architecture of the current device of a type, or why it is not served."""
+def architecture_of(kind: str, index: int = 0) -> Architecture | str:
+    """The architecture of a device, or why it is not served."""
     if _assumed is not None:
         return TABLE[_assumed]
     if kind == "cpu":
         return TABLE[INTERPRETER]
     if kind == "xpu":
         return TABLE["xpu"]
-    return _named(host(kind).device(kind).capability.split(":")[0])
+    return _named(host(kind, index).device(kind).capability.split(":")[0])
 
 
 def _named(name: str) -> Architecture | str:

@@ -67,7 +67,7 @@ def _finished(done: Attended) -> Attended:
 
 
 def tiles_of(call: Call) -> Tiles:
-    found = architecture_of(call.device)
+    found = architecture_of(*call.where)
     assert isinstance(found, Architecture)
     recipe, D = call.recipe, max(call.D, call.Dv)
     filters = recipe.pv_skip is not None

@@ -32,7 +32,8 @@ BUDGET, FEWEST_ROUNDS = 5.0, 5
 
 def measure(
     backend: Backend,
-    device: str,
+    kind: str,
+    index: int = 0,
     *,
     heads: int = HEADS,
     lengths: Sequence[int] = LENGTHS,
@@ -41,11 +42,12 @@ def measure(
     budget: float = BUDGET,
     proceed: Callable[[], None] = lambda: None,
 ) -> Crossover:
-    """On the current device of a type, every dtype and precision that the backend serves there.
+    """On a device, every dtype and precision that the backend serves there.
 
     timed: waits for the device by default. proceed: called before each turn; may raise.
     """
     start = time.perf_counter()
+    device = str(torch.device(kind, index))
     bench = Bench(
         backend.stages(),
         heads,
@@ -53,11 +55,11 @@ def measure(
         lse_lengths,
         device=device,
         timed=timed or timer(device),
-        serves=lambda call: backend.refusal(host(device), call) is None,
+        serves=lambda call: backend.refusal(host(*call.where), call) is None,
     )
     trials = bench.trials()
     if not any(trial.way in PRECISIONS for trial in each(trials)):
-        why = backend.refusal(host(device), next(iter(each(trials))).call)
+        why = backend.refusal(host(kind, index), next(iter(each(trials))).call)
         reasons = {backend.name: why or "it serves no precision"}
         raise Unsupported("there is nothing to measure:", reasons)
     with torch.inference_mode():
@@ -66,4 +68,4 @@ def measure(
             trial.forget()
         turns = [partial(trial.take_turn, proceed) for trial in each(trials)]
         take_turns(turns, seconds=budget, fewest=FEWEST_ROUNDS)
-    return crossover_of(trials, key=key_of(card_of(device)), start=start)
+    return crossover_of(trials, key=key_of(card_of(kind, index)), start=start)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import metadata
-from typing import Any
 
 import torch
 
@@ -45,7 +44,7 @@ class GpuCost:
             return Estimate(False, "Triton's interpreter runs it on the cpu: for tests only")
         if (decided := decided_without_numbers(call)) is not None:
             return decided
-        found = self.crossover(call.device)
+        found = self.crossover(*call.where)
         if isinstance(found, str):
             return Estimate(False, f"{found}; `sparge doctor --calibrate` measures it")
         if not found.knows(call):
@@ -60,10 +59,9 @@ class GpuCost:
     def calibrate(self, call: Call) -> bool:
         return False
 
-    def crossover(self, kind: str) -> Crossover | str:
-        """The numbers in force on the current device of a type: measured or estimated; or why
-        there are none."""
-        where = _where(kind)
+    def crossover(self, kind: str, index: int) -> Crossover | str:
+        """The numbers in force on a device: measured or estimated; or why there are none."""
+        where = (kind, index)
         found = self._crossovers.get(where)
         if found is None:
             card = card_of(*where)
@@ -71,10 +69,10 @@ class GpuCost:
             found = self._crossovers[where] = read or roofline(card)
         return found
 
-    def adopt(self, crossover: Crossover, kind: str) -> str:
-        """Use numbers measured on the current device from now on and store them; returns why they
-        are not stored, or ""."""
-        self._crossovers[_where(kind)] = crossover
+    def adopt(self, crossover: Crossover, kind: str, index: int) -> str:
+        """Use numbers measured on a device from now on and store them; returns why they are not
+        stored, or ""."""
+        self._crossovers[kind, index] = crossover
         self._generation += 1
         return cost_file.write(crossover)
 
@@ -98,11 +96,6 @@ def triton_version() -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _where(kind: str) -> Where:
-    module: Any = torch.get_device_module(kind)
-    return kind, module.current_device()
 
 
 COST = GpuCost()

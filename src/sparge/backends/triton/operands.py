@@ -30,7 +30,7 @@ def type_arguments(call: Call, *, coded: bool) -> dict[str, Any]:
 
 def fp32_products(call: Call) -> str:
     """How `"exact"` multiplies, as Triton names it."""
-    found = architecture_of(call.device)
+    found = architecture_of(*call.where)
     assert isinstance(found, Architecture)
     return found.fp32
 

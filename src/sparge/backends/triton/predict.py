@@ -64,7 +64,7 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
             **common,
         )
         return mass
-    architecture = architecture_of(call.device)
+    architecture = architecture_of(*call.where)
     assert isinstance(architecture, Architecture)
     per_block = int(triton.next_power_of_2(recipe.sample_rows))
     blocks = max(1, ROWS_AT_ONCE // per_block)

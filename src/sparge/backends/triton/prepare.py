@@ -289,7 +289,7 @@ def _keys(
 
 
 def _fp8(call: Call) -> torch.dtype:
-    found = architecture_of(call.device)
+    found = architecture_of(*call.where)
     assert isinstance(found, Architecture)
     assert found.fp8 is not None
     return found.fp8

@@ -98,10 +98,10 @@ class Card:
     bandwidth: float = 0.0
 
 
-def card_of(kind: str, index: int | None = None) -> Card:
-    """The accelerator of a type and index; the current one without an index."""
+def card_of(kind: str, index: int = 0) -> Card:
+    """The accelerator of a type and index."""
     module: Any = torch.get_device_module(kind)
-    facts = module.get_device_properties(module.current_device() if index is None else index)
+    facts = module.get_device_properties(index)
 
     def number(name: str) -> int:
         return int(getattr(facts, name, 0) or 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .refusals import LEFT_DENSE, why_layer_not_served
 from .routing import OwnCost, Shape, settle_backend
 from .served import WORKER, ServedLayer
@@ -60,6 +62,7 @@ def _served(name: str, impl: Any, config: Any, measure: Measure) -> ServedLayer:
     )
     if recipe is None:
         return ServedLayer(name, None, settings.backend, LEFT_DENSE)
+    on_card = config.device_config.device_type != "cpu"
     shape = Shape(
         Hq=heads,
         Hk=impl.num_kv_heads,
@@ -68,6 +71,8 @@ def _served(name: str, impl: Any, config: Any, measure: Measure) -> ServedLayer:
         device=config.device_config.device_type,
         scale=impl.scale,
         recipe=recipe,
+        # A worker's own card is the current one.
+        index=max(torch.accelerator.current_device_index(), 0) if on_card else 0,
     )
     settle_backend(shape, settings.backend)
     return ServedLayer(name, shape, settings.backend, own=measure(impl, shape))

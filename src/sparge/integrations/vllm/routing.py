@@ -49,6 +49,7 @@ class Shape:
     device: str
     scale: float
     recipe: Recipe
+    index: int = 0
 
     def call(self, request: Request) -> Call:
         Lq = request.Lq + request.lead
@@ -62,6 +63,7 @@ class Shape:
             Dv=self.D,
             dtype=self.dtype,
             device=self.device,
+            index=self.index,
             scale=self.scale,
             recipe=self.recipe,
             is_causal=True,
