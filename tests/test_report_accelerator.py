@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import sparge
+import tiny_models as tiny
 from accelerators import host_activity, packed_call, pretend_stream
 from sparge import KeepFraction, Recipe
 from sparge.integrations.unread import MOST_UNREAD
+from tiny_models import ids_of, padded
 
 SPARSE = Recipe(KeepFraction(0.5), precision="exact")
 
@@ -194,3 +196,30 @@ def test_a_serving_layer_reads_a_call_when_the_device_is_done(gpu, monkeypatch):
     assert stream.waits > 0
     assert (report.calls, report.kept) == (6, runs[0].kept + more[0].kept)
     assert sum(report.captured.values()) == 3
+
+
+# --- masks of transformers models ---------------------------------------------------------------
+
+
+def test_no_layer_reads_a_padding_mask(gpu, monkeypatch):
+    """Each layer asked whether it hides anything; once for each forward pass is transformers' own
+    measure, and a continued prompt has a mask that is known to hide nothing."""
+    model = tiny.llama()
+    ids, mask = padded(ids_of(2, 300, seed=7), "left", (0, 70))
+    stream = pretend_stream(monkeypatch)
+    with sparge.accelerate(model, SPARSE, backend="gpu") as handle:
+        with host_activity(monkeypatch) as seen:
+            model(ids, attention_mask=mask)
+        assert seen.count("__bool__") == 1
+        cache = model(ids, use_cache=True).past_key_values
+        masks = []
+        handle.tap("model.layers.1.self_attn", lambda *call: masks.append(call[3]["attn_mask"]))
+        with host_activity(monkeypatch) as seen:
+            model(ids[:, :130], past_key_values=cache)
+        assert (seen, masks) == ([], [None])
+        stream.is_capturing = True
+        with host_activity(monkeypatch) as seen:
+            model(ids, attention_mask=mask)
+            model(ids, attention_mask=torch.ones_like(mask))
+        assert seen == []
+        assert [each is None for each in masks] == [True, False, False]
