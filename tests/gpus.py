@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from sparge.backends.triton.cost import COST
+from sparge.backends.triton.cost import COST, GpuCost
 
 
 def properties(name="Some GPU", major=8, minor=9, **facts):
@@ -27,5 +27,6 @@ def pretend(monkeypatch, *cards):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards[device])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cards[device].name)
     monkeypatch.setattr("sparge.host._hosts", {})
-    monkeypatch.setattr(COST, "_crossovers", {})
+    for name, nothing in vars(GpuCost()).items():
+        monkeypatch.setattr(COST, name, nothing)
     monkeypatch.setattr("sparge.dispatch.call_cache._known", {})
