@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,9 @@ from ...backend import Backend
 from ...errors import Unsupported
 from ...host import host
 from ...recipe import PRECISIONS
-from ...support.turns import Timer, take_turns, timer
+from ...support.turns import HOST, Timer, take_turns, timer
 from ..crossover import Crossover
-from ..trials import Bench, crossover_of, each
+from ..trials import Bench, Trials, crossover_of, each
 from .cost import key_of
 from .roofline import card_of
 
@@ -68,18 +69,31 @@ def measure(
         wanted=wanted,
     )
     check_room(bench.needed_bytes(), free_bytes(kind, index), most_of_free)
+    with _on(kind, index), torch.inference_mode():
+        trials = _take_turns(backend, bench, budget, proceed)
+    return crossover_of(trials, key=key_of(card_of(kind, index)), start=start)
+
+
+def _take_turns(
+    backend: Backend, bench: Bench, budget: float, proceed: Callable[[], None]
+) -> Trials:
     trials = bench.trials()
     if not any(trial.way in PRECISIONS for trial in each(trials)):
-        why = backend.refusal(host(kind, index), next(iter(each(trials))).call)
+        first = next(iter(each(trials))).call
+        why = backend.refusal(host(*first.where), first)
         reasons = {backend.name: why or "it serves no precision"}
         raise Unsupported("there is nothing to measure:", reasons)
-    with torch.inference_mode():
-        for trial in each(trials):
-            trial.take_turn(proceed)  # compiles
-            trial.forget()
-        turns = [partial(trial.take_turn, proceed) for trial in each(trials)]
-        take_turns(turns, seconds=budget, fewest=FEWEST_ROUNDS)
-    return crossover_of(trials, key=key_of(card_of(kind, index)), start=start)
+    for trial in each(trials):
+        trial.take_turn(proceed)  # compiles
+        trial.forget()
+    turns = [partial(trial.take_turn, proceed) for trial in each(trials)]
+    take_turns(turns, seconds=budget, fewest=FEWEST_ROUNDS)
+    return trials
+
+
+def _on(kind: str, index: int) -> AbstractContextManager[Any]:
+    """A thread of its own begins with the first device, where it would take memory for nothing."""
+    return nullcontext() if kind in HOST else torch.get_device_module(kind).device(index)
 
 
 def measure_for_call(
