@@ -9,7 +9,7 @@ import torch
 
 from calls import a_call, fake
 from gpus import pretend, properties
-from sparge import DEFAULT, KeepAll, KeepFraction, Recipe, Unsupported
+from sparge import KeepAll, KeepFraction, Recipe, Unsupported
 from sparge.backend import ESTIMATED, MEASURED
 from sparge.backends import cost_file
 from sparge.backends.cpu import CPU_BACKEND
@@ -18,14 +18,14 @@ from sparge.backends.crossover import (
     HEAD_DIMS,
     Crossover,
     UnitCosts,
-    expected_density,
     names,
 )
 from sparge.backends.reference import REFERENCE
 from sparge.backends.triton import calibrate
 from sparge.backends.triton.architectures import TABLE
-from sparge.backends.triton.cost import COST, UNREAD_DENSITY, GpuCost, key_of
-from sparge.backends.triton.roofline import THROUGHPUTS, Card, card_of, roofline
+from sparge.backends.triton.cost import COST, GpuCost, key_of
+from sparge.backends.triton.rates import THROUGHPUTS
+from sparge.backends.triton.roofline import Card, card_of, roofline
 from sparge.dispatch import choose
 
 FEW = Recipe(KeepFraction(0.2))
@@ -35,6 +35,12 @@ ADA = Card("L40S", "sm_89", 142, 2.52e9, 8.6e11)
 def gpu_call(L=32768, **facts):
     common = {"Hq": 32, "Hk": 8, "D": 128, "Dv": 128, "dtype": torch.bfloat16, "device": "cuda"}
     return a_call(L, **{**common, "recipe": FEW, "is_causal": True, **facts})
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch):
+    """No call measures, but in tests/test_gpu_first_call.py."""
+    monkeypatch.setenv("SPARGE_CALIBRATE", "0")
 
 
 @pytest.fixture
@@ -64,8 +70,8 @@ def test_what_torch_tells_of_a_card(monkeypatch):
 
 @pytest.mark.parametrize("name", THROUGHPUTS)
 def test_dense_attention_is_favoured_on_every_architecture(name):
-    """Per pair and in 16 bits, where most calls are: ours is never assumed to be faster, but where
-    both of its products have twice the rate."""
+    """Per pair and in 16 bits, where most calls are: with a name that is not known, ours is never
+    assumed to be faster, but where both of its products have twice the rate."""
     found = roofline(replace(ADA, architecture=name))
     assert isinstance(found, Crossover)
     assert list(found.costs) == names()
@@ -74,7 +80,7 @@ def test_dense_attention_is_favoured_on_every_architecture(name):
         dense = found.costs[f"bf16/{D}/dense"].element
         for way in ("int8", "half", "exact"):
             assert found.costs[f"bf16/{D}/{way}"].element > dense, way
-        assert found.costs[f"bf16/{D}/int8-fast"].element > 0.9 * dense
+        assert found.costs[f"bf16/{D}/int8-fast"].element > 0.85 * dense
         assert found.costs[f"bf16/{D}/int8"].call > 10 * found.costs[f"bf16/{D}/dense"].call
 
 
@@ -117,13 +123,6 @@ def test_long_calls_that_keep_little_are_predicted_to_be_faster(ada):
     assert not COST.before(gpu_call(recipe=Recipe(KeepAll()))).faster
 
 
-def test_a_plan_that_nobody_reads_is_expected_to_keep_more(ada):
-    call = gpu_call(1 << 20, recipe=DEFAULT)
-    assert expected_density(call) == pytest.approx(0.6, abs=0.01)
-    assert f"at density {UNREAD_DENSITY}" in COST.before(call).reason
-    assert COST.after(call, None) is None
-
-
 @pytest.mark.parametrize(
     "facts, faster, why",
     [
@@ -158,10 +157,7 @@ def test_choosing_looks_at_the_card_once(ada, monkeypatch):
     assert COST.before(gpu_call(16384)).faster
 
 
-def test_auto_takes_it_and_no_call_measures(ada, monkeypatch):
-    monkeypatch.setattr(calibrate, "measure", None)
-    if COST.calibrate(gpu_call()):
-        pytest.fail("measured inside a call")
+def test_auto_takes_it(ada):
     choice = choose(gpu_call())
     assert (choice.backend, choice.estimate.source) == ("triton", ESTIMATED)
     dense = choose(gpu_call(recipe=Recipe(KeepAll())))
@@ -197,16 +193,32 @@ def test_numbers_of_another_card_are_not_used(ada):
     assert GpuCost().before(gpu_call(recipe=Recipe(KeepAll()))).source == ESTIMATED
 
 
-def test_a_precision_that_the_card_does_not_serve_was_not_measured(ada):
+def test_what_was_not_measured_is_estimated(ada):
     COST.adopt(measured(card_of("cuda"), 5e-13, left_out=["int8-fast", "fp32"]), "cuda", 0)
     cost = GpuCost()  # reads the file
-    assert cost.before(gpu_call()).faster
+    assert cost.before(gpu_call()).source == MEASURED
     fast = cost.before(gpu_call(recipe=replace(FEW, precision="int8-fast")))
-    assert (fast.faster, fast.reason) == (
-        False,
-        "int8-fast of bfloat16 was not measured on this card",
-    )
-    assert "int8 of float32" in cost.before(gpu_call(dtype=torch.float32)).reason
+    assert fast.source == ESTIMATED
+    assert cost.before(gpu_call(dtype=torch.float32)).source == ESTIMATED
+
+
+def test_numbers_are_added_to_those_of_earlier_measurements(ada):
+    card = card_of("cuda")
+    COST.adopt(measured(card, 5e-13, left_out=["fp16", "fp32"]), "cuda", 0)
+    other_process = GpuCost()
+    other_process.adopt(measured(card, 4e-13, left_out=["bf16", "fp32"]), "cuda", 0)
+    COST.adopt(measured(card, 3e-13, left_out=["bf16", "fp16"]), "cuda", 0)
+    for cost in (COST, GpuCost()):
+        costs = cost.crossover("cuda", 0).costs
+        assert sorted(costs) == sorted(names())
+        ours = [costs[f"{dtype}/128/int8"].element for dtype in ("bf16", "fp16", "fp32")]
+        assert ours == [5e-13, 4e-13, 3e-13]
+
+
+def test_one_head_dim_is_enough_for_calls_that_have_it(ada):
+    COST.adopt(measured(card_of("cuda"), 5e-13, left_out=["/64/"]), "cuda", 0)
+    assert COST.before(gpu_call(D=128, Dv=128)).source == MEASURED
+    assert COST.before(gpu_call(D=96, Dv=96)).source == ESTIMATED
 
 
 TINY = {"heads": 1, "lengths": (128, 256), "lse_lengths": (128,), "budget": 0.0}

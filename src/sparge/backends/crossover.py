@@ -142,18 +142,17 @@ class Crossover:
         return self._cost(call.recipe.precision, call).call
 
     def knows(self, call: Call) -> bool:
-        """Whether it has the costs of a call: a card may not serve every dtype and precision."""
-        ways = (DENSE_LSE if call.return_lse else DENSE_WAY, call.recipe.precision)
-        dtype = DTYPES.get(call.dtype, "")
-        return all(name_of(dtype, D, way) in self.costs for D in HEAD_DIMS for way in ways)
+        """Whether it has the costs of a call: of a card, not all of them may be measured."""
+        return all(name in self.costs for name in costs_of(call))
 
-    def estimate(self, call: Call, *, mass_density: float = MASS_DENSITY) -> Estimate:
-        """Before there is a plan. mass_density: what `KeepMass` keeps of a long row."""
-        density = expected_density(call, mass_density)
+    def estimate(self, call: Call, density: float | None = None, *, why: str = "") -> Estimate:
+        """Before there is a plan. density: `expected_density` if it is not given; `why` says where
+        another one comes from."""
+        density = expected_density(call) if density is None else density
         ours, dense = self.predict_sparse(call, density), self.predict_dense(call)
         reason = (
-            f"predicted {ours * 1e3:.2f} ms at density {density:.2f}, dense attention "
-            f"{dense * 1e3:.2f} ms"
+            f"predicted {ours * 1e3:.2f} ms at density {density:.2f}{why and f' ({why})'}, dense "
+            f"attention {dense * 1e3:.2f} ms"
         )
         return self.answer(ours < CLEARLY * dense, reason)
 
@@ -190,6 +189,9 @@ class Crossover:
 
     def _cost(self, way: str, call: Call) -> UnitCosts:
         """Linear in the head dim, and never less than half of what 64 cost: softmax remains."""
+        dims = _dims_of(call)
+        if len(dims) == 1:
+            return self.costs[name_of(DTYPES[call.dtype], dims[0], way)]
         low, high = (self.costs[name_of(DTYPES[call.dtype], D, way)] for D in HEAD_DIMS)
         along = ((call.D + call.Dv) / 2 - HEAD_DIMS[0]) / (HEAD_DIMS[1] - HEAD_DIMS[0])
 
@@ -205,6 +207,19 @@ class Crossover:
 
 def name_of(dtype: str, D: int, way: str) -> str:
     return f"{dtype}/{D}/{way}"
+
+
+def _dims_of(call: Call) -> tuple[int, ...]:
+    """Head dims whose costs tell those of a call: its own, if that is one of them."""
+    mean = (call.D + call.Dv) / 2
+    return tuple(D for D in HEAD_DIMS if mean == D) or HEAD_DIMS
+
+
+def costs_of(call: Call) -> tuple[str, ...]:
+    """Names of the costs that a prediction for a call reads."""
+    ways = (DENSE_LSE if call.return_lse else DENSE_WAY, call.recipe.precision)
+    dtype = DTYPES.get(call.dtype, "")
+    return tuple(name_of(dtype, D, way) for D in _dims_of(call) for way in ways)
 
 
 def names() -> list[str]:

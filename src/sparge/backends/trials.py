@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
@@ -45,6 +45,7 @@ class Bench:
     heads: as many as keep the device busy. lse_lengths: lengths of dense attention with an LSE,
     whose scores are held in full. timed: runs work, returns its seconds and its result.
     serves: whether the backend serves a call; what it does not is not measured.
+    wanted: names of the costs that are measured; None is all of them.
     """
 
     stages: Stages
@@ -54,17 +55,41 @@ class Bench:
     device: str = "cpu"
     timed: Timer = timed
     serves: Callable[[Call], bool] = lambda call: True
+    wanted: Collection[str] | None = None
 
     def trials(self) -> Trials:
         trials: Trials = {}
         for dtype, D in ((dtype, D) for dtype in DTYPES for D in HEAD_DIMS):
-            inputs = {L: self._inputs(dtype, D, L) for L in (*self.lengths, *self.lse_lengths)}
-            for way in WAYS:
-                lengths = self.lse_lengths if way == DENSE_LSE else self.lengths
-                of_way = [Trial(self, way, inputs[L]) for L in lengths]
+            ways = self._ways(dtype, D)
+            needed = dict.fromkeys(L for way in ways for L in self._lengths(way))
+            inputs = {L: self._inputs(dtype, D, L) for L in needed}
+            for way in ways:
+                of_way = [Trial(self, way, inputs[L]) for L in self._lengths(way)]
                 if way in (DENSE_WAY, DENSE_LSE) or self.serves(of_way[0].call):
                     trials[name_of(DTYPES[dtype], D, way)] = of_way
         return trials
+
+    def needed_bytes(self) -> int:
+        """About what the trials take of the device at a time: their inputs, three times as much for
+        codes, transposes and outputs, and the scores of dense attention with an LSE."""
+        inputs = scores = 0
+        for dtype, D in ((dtype, D) for dtype in DTYPES for D in HEAD_DIMS):
+            ways = self._ways(dtype, D)
+            rows = sum({L for way in ways for L in self._lengths(way)})
+            inputs += 3 * self.heads * rows * D * dtype.itemsize
+            if DENSE_LSE in ways:
+                scores = 4 * self.heads * max(self.lse_lengths) ** 2 * 4
+        return 4 * inputs + scores
+
+    def _ways(self, dtype: torch.dtype, D: int) -> list[str]:
+        return [
+            way
+            for way in WAYS
+            if self.wanted is None or name_of(DTYPES[dtype], D, way) in self.wanted
+        ]
+
+    def _lengths(self, way: str) -> Sequence[int]:
+        return self.lse_lengths if way == DENSE_LSE else self.lengths
 
     def _inputs(self, dtype: torch.dtype, D: int, L: int) -> list[Tensor]:
         own = torch.Generator().manual_seed(0)  # leaves the caller's random state alone

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..backend import ENV_BACKEND
 from ..backends.cpu import library
+from ..backends.measure_apart import ENV_CALIBRATE
 from ..call import Call, Inputs
 from ..check import check_call
 from ..support.autocast import forward_ad_level
@@ -74,6 +75,7 @@ def _surroundings() -> tuple[Hashable, ...]:
     return (
         os.environ.get(ENV_BACKEND),
         os.environ.get(library.ENV_ISA),
+        os.environ.get(ENV_CALIBRATE),
         torch.get_num_threads(),
         generation(),
     )

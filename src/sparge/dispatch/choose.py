@@ -72,7 +72,7 @@ def choose(call: Call, backend: str = AUTO, *, dense_ok: bool = True) -> Choice:
                 why = f"{why}: {estimate.reason}"
             return Choice(b.name, why, {**others, **rejected}, estimate=estimate)
         rejected[b.name] = estimate.reason
-        by_numbers = estimate if estimate.source else by_numbers
+        by_numbers = estimate if estimate.source or not estimate.settled else by_numbers
     if dense:
         why = "no sparse backend is faster for this call"
         return Choice(DENSE, why, rejected, True, by_numbers)

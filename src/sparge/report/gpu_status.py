@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backends import cost_file as cache
-from ..backends.crossover import Crossover
+from ..backends.crossover import Crossover, names
 from ..backends.triton import NAME, calibrate
 from ..backends.triton.architectures import architecture_of
 from ..backends.triton.cost import COST, key_of, triton_version
@@ -18,7 +18,7 @@ from ..dispatch import get_backend
 from .crossover_status import cost_file_path, crossover_rows
 
 VERIFIED = "verified by interpreter and ahead-of-time compilation, see docs/backends.md"
-CALIBRATE = "`sparge doctor --calibrate` measures it"
+CALIBRATE = "`sparge doctor --calibrate` measures it, the first long call its own kind"
 
 
 def gpu_status(*, measure: bool) -> dict[str, Any]:
@@ -76,14 +76,14 @@ def _cost(
     """source: "measured", "estimate" or "none". why: why it is not stored, or was not read."""
     if isinstance(found, str):
         return {"source": "none", "state": found, "why": why, "failure": failure}
-    names = ("date", "took", "noise", "steady")
+    facts = ("date", "took", "noise", "steady")
     return {
         "source": found.source,
         "state": state if found.measured else found.words,
         "why": why,
         "failure": failure,
         "file": cost_file_path(found.key) if found.measured and not why else None,
-        **{name: getattr(found, name) for name in names if found.measured},
+        **{name: getattr(found, name) for name in facts if found.measured},
         "rows": crossover_rows(found),
         "costs": cache.to_dict(found)["costs"],
     }
@@ -123,7 +123,9 @@ def _cost_text(cost: dict[str, Any]) -> str:
     if cost["source"] == "estimate":
         return f"{cost['state']}; {CALIBRATE}"
     unsteady = "" if cost["steady"] else "; not steady: --calibrate again on a quiet card"
+    kinds = f"{len(cost['costs'])} of {len(names())} unit costs"
     return (
         f"{cost['state']}, {cost['date']}, in {cost['took']:.1f} s, a median turn "
-        f"{cost['noise']:.2f}x the fastest{unsteady}; kept in {cost['file'] or cost['why']}"
+        f"{cost['noise']:.2f}x the fastest{unsteady}; {kinds}; kept in "
+        f"{cost['file'] or cost['why']}"
     )

@@ -7,7 +7,6 @@ by later processes. `SPARGE_CALIBRATE=0` turns measuring inside a user's call of
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -19,11 +18,11 @@ from ...blockplan import BlockPlan
 from ...call import Call
 from .. import cost_file
 from ..crossover import CLEARLY, Crossover, decided_without_numbers
+from ..measure_apart import calibration_allowed, measure_apart
 from . import library
 from .cost_key import key_of
 from .crossover import BUILT_IN
 
-ENV_CALIBRATE = "SPARGE_CALIBRATE"
 FEWEST_PAIRS = 1 << 19
 """Calls of fewer query-key pairs take a millisecond or two; planning alone takes half of that."""
 RETRY_AFTER = timedelta(hours=1)
@@ -113,7 +112,7 @@ class CpuCost:
         if not library.available():
             return False
         where, current = _where(), self.crossover()
-        if not _allowed() or (current.measured and not _stale(current)):
+        if not calibration_allowed() or (current.measured and not _stale(current)):
             return False
         own = object()
         if self._measuring.setdefault((os.getpid(), where), own) is not own:
@@ -137,15 +136,6 @@ def _where() -> Where:
     return library.chosen_isa(library.available()), torch.get_num_threads()
 
 
-def _allowed() -> bool:
-    asked = os.environ.get(ENV_CALIBRATE) or "1"
-    if asked not in ("0", "1"):
-        raise ValueError(
-            f"{ENV_CALIBRATE} must be 0 (never measure inside a call) or 1, got {asked}"
-        )
-    return asked == "1"
-
-
 def _stale(crossover: Crossover) -> bool:
     if crossover.steady:
         return False
@@ -156,44 +146,10 @@ def _stale(crossover: Crossover) -> bool:
         return True
 
 
-class _StoppedError(Exception):
-    """The caller was interrupted; the measurement ends at its next turn."""
-
-
 def _measure_apart() -> Crossover:
-    """`measure()` in a thread of its own, where no mode, autocast or record of the caller's
-    applies. If the caller is interrupted, the thread is stopped and waited for: one that is left
-    running native code at the end of the process would abort it."""
     from .calibrate import measure
 
-    found: list[Crossover] = []
-    failed: list[Exception] = []
-    stop, ended = threading.Event(), threading.Event()
-
-    def proceed() -> None:
-        if stop.is_set():
-            raise _StoppedError
-
-    def work() -> None:
-        try:
-            found.append(measure(proceed))
-        except Exception as error:
-            failed.append(error)
-        finally:
-            ended.set()
-
-    thread = threading.Thread(target=work, name="sparge-calibrate")
-    try:
-        thread.start()
-        thread.join()
-    except BaseException:
-        stop.set()
-        if thread.ident is not None:  # it runs, even if start() was interrupted
-            ended.wait()
-        raise
-    if failed:
-        raise failed[0]
-    return found[0]
+    return measure_apart(measure)
 
 
 COST = CpuCost()
