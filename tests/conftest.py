@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import sparge
+from accelerators import gpu_backend
 from calls import SLOW, a_call, fake
 from interpreted import INTERPRETED, runs_interpreted
 from sparge.backends.cpu import library as native
@@ -175,3 +176,11 @@ def add_backend():
     yield add
     for name in names:
         unregister_backend(name)
+
+
+@pytest.fixture
+def gpu():
+    """The name of a backend that reads nothing back (accelerators.py)."""
+    register_backend(gpu_backend())
+    yield "gpu"
+    unregister_backend("gpu")

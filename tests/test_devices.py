@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparge
+from accelerators import READS, pretend_stream
 from calls import a_call, call_of, tensors
 from gpus import pretend, properties
 from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe
@@ -17,8 +18,6 @@ from sparge.backends.triton.architectures import architecture_of
 from sparge.dispatch import choose, get_backend
 from sparge.host import host
 from sparge.stages import Attended, Prepared
-
-READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal")
 
 
 class NoHostReads(TorchDispatchMode):
@@ -56,7 +55,7 @@ def device(add_backend):
 
 
 @pytest.mark.parametrize("name", ["auto", "device"])
-def test_nothing_on_the_way_reads_a_number_back(device, name):
+def test_nothing_on_the_way_reads_a_number_back(device, name, monkeypatch):
     q, k, v = tensors(Lq=256, Lk=256)
     recipe = Recipe(precision="exact")
     with torch.no_grad(), NoHostReads():
@@ -70,11 +69,12 @@ def test_nothing_on_the_way_reads_a_number_back(device, name):
         )
     for x in (again, third):
         torch.testing.assert_close(out, x)
-    # Recording reads, and may.
-    reads = pytest.raises(AssertionError, match="reads a number")
-    with sparge.record() as runs, reads, torch.no_grad(), NoHostReads():
+    # Recording leaves counts and times on a device until they are asked for.
+    stream = pretend_stream(monkeypatch)
+    with sparge.record() as runs, torch.no_grad(), NoHostReads():
         sparge.attention(q, k, v, recipe=recipe, backend=name)
-    assert not runs
+    assert (runs[0].backend, stream.waits) == ("device", 0)
+    assert (runs[0].density, stream.waits) == (1.0, 1)
 
 
 TRITON_CALLS = {
@@ -92,19 +92,39 @@ TRITON_CALLS = {
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", TRITON_CALLS)
-def test_triton_reads_no_number_back(name):
+def test_triton_reads_no_number_back(name, monkeypatch):
     recipe, options = TRITON_CALLS[name]
     q, k, v = tensors(Hq=1, Hk=1, Lq=130, Lk=180)
     how = {"recipe": recipe, "backend": "triton"}
     mask = {"attn_mask": options.get("attn_mask")}
     if name == "error":  # its table of rows is made on the host, once for each length
         sparge.make_plan(q, k, value=v, **how)
-    with torch.no_grad(), NoHostReads():
+    stream = pretend_stream(monkeypatch)
+    with torch.no_grad(), NoHostReads(), sparge.record() as runs:
         out = sparge.attention(q, k, v, **how, **options)
         plan = sparge.make_plan(q, k, value=v, **how, **options)
         again, _ = sparge.attend(q, k, v, plan, **how, **mask)
     assert out.isfinite().all()
     torch.testing.assert_close(again, out, rtol=0, atol=0)
+    assert stream.waits == 0
+    assert [run.density for run in runs] == [plan.density] * 3
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_pack_of_triton_is_recorded_without_a_read(monkeypatch):
+    x, cuts = torch.randn(330, 1, 16), torch.tensor([0, 130, 330])
+    how = {"recipe": Recipe(KeepFraction(0.5)), "backend": "triton"}
+    with sparge.record() as eager:
+        sparge.attention_varlen(x, x, x, cuts, cuts, **how)
+    stream = pretend_stream(monkeypatch)
+    with sparge.record() as runs, torch.no_grad():
+        sparge.attention_varlen(x, x, x, cuts, cuts, **how)
+    assert stream.waits == 0
+    assert sum(work is not None for work in stream.work) == 1, "one copy for all sequences"
+    for run, want in zip(runs[0].parts, eager[0].parts, strict=True):
+        assert (run.kept_by_head, run.allowed) == (want.kept_by_head, want.allowed)
+        assert set(run.seconds) == set(want.seconds)
+    assert 0 < runs[0].density == eager[0].density < 1
 
 
 def test_a_device_that_is_not_the_host_is_chosen_without_the_native_core(add_backend, monkeypatch):

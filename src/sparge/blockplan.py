@@ -83,7 +83,7 @@ class BlockPlan:
     @property
     def raised(self) -> Tensor | None:
         """Query heads that run in the caller's own precision, bool `[Hq]`."""
-        return None if self.measured is None else (self.measured[2] > 0).any(0)
+        return None if self.measured is None else raised_heads(self.measured)
 
     @classmethod
     def from_mask(
@@ -350,6 +350,11 @@ def _facts_of_file(path: str | os.PathLike[str], metadata: dict[str, str]) -> di
         check_facts(facts["Lq"], facts["Lk"], facts["is_causal"])
         facts["offset"] = diagonal_offset(facts["Lq"], facts["Lk"], align)
     return facts
+
+
+def raised_heads(measured: Tensor) -> Tensor:
+    """`BlockPlan.raised` of its `measured`."""
+    return (measured[2] > 0).any(0)
 
 
 def plan_from_mask(kept: Tensor, tokens: TokenMask, *, measured: Tensor | None = None) -> BlockPlan:

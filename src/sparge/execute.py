@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,17 @@ from .backend import DENSE, torch_capability
 from .backends.dense import attend_dense
 from .blockplan import BlockPlan, plan_from_mask
 from .call import Call, Inputs
+from .counted import count_blocks, numbers_of
 from .dispatch import Backend, Choice, choose, get_backend, host, route_by_plan, settle
-from .record import Run, Stopwatch, note
-from .stages import Attended, Prepared, raised_key_heads
+from .geometry import allowed_blocks
+from .record import Run, note
+from .stages import Attended, Prepared
+from .stopwatch import Stopwatch
 from .support.autocast import without_autocast
+from .support.later import Later
 from .tokenmask import EXCLUDED, TokenMask
+
+Counted = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -128,43 +135,16 @@ def run_of(
     """The record of a sparse run; None, at no cost, while nobody records."""
     if not watch.active:
         return None
-    backend = get_backend(watch.choice.backend)
+    counted = None if watch.captured else watch.to_host(count_blocks(plan, pv_skips))
+    return run_of_counted(what, watch, counted)
+
+
+def run_of_counted(what: str, watch: Stopwatch, counted: Later[Counted] | None) -> Run:
+    """The same by what was counted of the plan; None where a graph is captured."""
+    backend, call = get_backend(watch.choice.backend), watch.call
     rows = backend.row_group
-    return _run(
-        what,
-        watch,
-        isa=backend.isa(host(*watch.call.where), watch.call),
-        sparsity=plan.sparsity(pv_skips, rows),
-        kept=int(plan.counts.sum()),
-        allowed=int(plan.allowed.sum()),
-        pv_skips=0 if pv_skips is None else int(pv_skips.sum()),
-        pv_groups=plan.pv_groups(rows),
-        row_group=rows,
-        kept_by_head=_by_head(plan.counts),
-        allowed_by_head=_by_head(plan.allowed),
-        pv_skips_by_head=() if pv_skips is None else _by_head(pv_skips),
-        error_by_head=_worst(plan.error),
-        bound_by_head=_worst(plan.bound),
-        precision_by_head=_precisions(watch.call, plan),
-    )
-
-
-def _worst(x: Tensor | None) -> tuple[float, ...] | None:
-    """`[B, Hq]` to the largest number of the batch for each query head."""
-    return None if x is None else tuple(x.amax(0).tolist())
-
-
-def _precisions(call: Call, plan: BlockPlan) -> tuple[str, ...] | None:
-    raised = raised_key_heads(plan, call.Hk)
-    if not any(raised) or not call.recipe.quantized:
-        return None
-    group, names = call.Hq // call.Hk, (call.recipe.precision, call.own_precision)
-    return tuple(names[x] for x in raised for _ in range(group))
-
-
-def _by_head(counts: Tensor) -> tuple[int, ...]:
-    """`[B, Hq, n_q]` to one number for each query head."""
-    return tuple(counts.sum((0, 2)).tolist())
+    facts = {"isa": backend.isa(host(*call.where), call), "row_group": rows}
+    return _run(what, watch, facts, counted, partial(numbers_of, call, row_group=rows))
 
 
 def run_dense(call: Call, inputs: Inputs, tokens: TokenMask, watch: Stopwatch) -> Outcome:
@@ -186,29 +166,50 @@ def _run_of_dense(watch: Stopwatch, tokens: TokenMask) -> Run | None:
     if not watch.active:
         return None
     call, mask = watch.call, tokens.attn_mask
-    may = tokens.block_kinds(torch.device("cpu") if mask is None else mask.device)
-    heads = call.B * call.Hq // (may.shape[0] * may.shape[1])
-    allowed = int((may != EXCLUDED).sum()) * heads
-    facts = {"sparsity": 0.0, "pv_skips": 0, "pv_groups": 0}
-    isa = torch_capability(host(*call.where), call)
-    return _run("attention", watch, isa=isa, kept=allowed, allowed=allowed, **facts)
+    facts = {"isa": torch_capability(host(*call.where), call)}
+    if watch.captured:
+        return _run("attention", watch, facts, None, dict)
+    heads, counted = call.B * call.Hq, Counted()
+    if mask is None:
+        blocks = allowed_blocks(call.Lq, call.Lk, is_causal=call.is_causal, offset=call.offset)
+    else:
+        may = tokens.block_kinds(mask.device) != EXCLUDED
+        counted, blocks = {"blocks": may.sum()}, 0
+        heads //= may.shape[0] * may.shape[1]
+
+    def numbers(found: Counted) -> dict[str, Any]:
+        allowed = (int(found["blocks"]) if found else blocks) * heads
+        nothing = {"sparsity": 0.0, "pv_skips": 0, "pv_groups": 0}
+        return {"kept": allowed, "allowed": allowed, **nothing}
+
+    return _run("attention", watch, facts, watch.to_host(counted), numbers)
 
 
-def _run(what: str, watch: Stopwatch, **facts: Any) -> Run:
-    choice: Choice = watch.choice
-    return Run(
-        what=what,
-        call=str(watch.call),
-        label=watch.call.label,
-        backend=choice.backend,
-        reason=choice.reason,
-        cost_source="" if choice.estimate is None else choice.estimate.source,
-        routed_to_dense=choice.routed_to_dense,
-        rejected=dict(choice.rejected),
-        recipe=watch.call.recipe,
-        seconds={**watch.seconds, "total": sum(watch.seconds.values())},
+def _run(
+    what: str,
+    watch: Stopwatch,
+    facts: dict[str, Any],
+    counted: Later[Counted] | None,
+    numbers: Callable[[Counted], dict[str, Any]],
+) -> Run:
+    """facts: of this kind of run. numbers: makes those of the record of what was counted, which is
+    None where a graph is captured."""
+    choice = watch.choice
+    known = {
+        "what": what,
+        "call": str(watch.call),
+        "label": watch.call.label,
+        "backend": choice.backend,
+        "reason": choice.reason,
+        "cost_source": "" if choice.estimate is None else choice.estimate.source,
+        "routed_to_dense": choice.routed_to_dense,
+        "rejected": dict(choice.rejected),
+        "recipe": watch.call.recipe,
         **facts,
-    )
+    }
+    if counted is None:
+        return Run.of_captured(known)
+    return Run.of(known, counted.then(lambda x: {**numbers(x), "seconds": watch.seconds()}))
 
 
 @contextmanager

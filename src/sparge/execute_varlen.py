@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
+from typing import Any
 
 from torch import Tensor
 
 from .backend import DENSE
 from .call import Call, Inputs, work_dtype
+from .counted import count_blocks
 from .dispatch import Choice, backends, choose, get_backend, host, route_by_plan, settle
 from .dispatch.call_cache import known_choices
-from .execute import run_attention, run_dense, run_of, tokens_of, undisturbed
+from .execute import run_attention, run_dense, run_of_counted, tokens_of, undisturbed
 from .geometry import diagonal_offset
 from .recipe import KeepAll, Recipe
-from .record import Run, Stopwatch, note
+from .record import Run, note, when_read
 from .stages import AttendedPack, PackedStages, SomeOf
+from .stopwatch import Stopwatch
 
 Cuts = tuple[list[int], list[int]]
 """Where packed sequences begin and end: of the queries, and of the keys."""
@@ -108,23 +112,25 @@ class _Work:
     def _record(self, watch: Stopwatch, team: _Team, done: AttendedPack) -> None:
         """One run for each sequence. They ran together: each has its share of the time, by blocks.
         Those that were planned and then left have a watch with their share of planning."""
+        attended = [i for i in team.each if i not in done.left]
+        if watch.captured:
+            for i in attended:
+                own = Stopwatch(*team.each[i], watch.device)
+                self.runs[i] = run_of_counted("attention", own, None)
+            return
         plans = dict(zip(team.each, done.plans(), strict=True))
-        blocks = {i: int(plan.allowed.sum()) for i, (plan, _) in plans.items()}
-        planned = max(sum(blocks.values()), 1)
-        attended = max(planned - sum(blocks[i] for i in done.left), 1)
-        for i, (plan, skips) in plans.items():
-            one, choice = team.each[i]
-            own = Stopwatch(one, choice, watch.device)
-            own.seconds = {
-                name: seconds * blocks[i] / (attended if name == "attend" else planned)
-                for name, seconds in watch.seconds.items()
-                if name != "attend" or i not in done.left
-            }
+        each = {i: count_blocks(plan, skips) for i, (plan, skips) in plans.items()}
+        flat = {(i, name): x for i, found in each.items() for name, x in found.items()}
+        counted = watch.to_host(flat).then(_by_sequence)
+        seconds = counted.then(lambda found: _shares(found, watch.seconds(), attended))
+        for i, (one, choice) in team.each.items():
+            shared = seconds.then(itemgetter(i))
+            own = Stopwatch(one, choice, watch.device, shared=shared.value)
             if i in done.left:
-                own.choice = route_by_plan(plan, one, choice)
+                own.choice = route_by_plan(plans[i][0], one, choice)
                 self.planned[i] = own
             else:
-                self.runs[i] = run_of("attention", own, plan, skips)
+                self.runs[i] = run_of_counted("attention", own, counted.then(itemgetter(i)))
 
     def run_rest(self) -> None:
         """One sequence after another."""
@@ -140,6 +146,31 @@ class _Work:
             if call.return_lse and done.lse is not None:
                 self.lse[:, rows] = done.lse[0]
             self.runs[i] = done.run
+
+
+def _by_sequence(counted: Mapping[tuple[int, str], Tensor]) -> dict[int, dict[str, Tensor]]:
+    each: dict[int, dict[str, Tensor]] = {}
+    for (i, name), x in counted.items():
+        each.setdefault(i, {})[name] = x
+    return each
+
+
+def _shares(
+    counted: Mapping[int, Mapping[str, Tensor]], seconds: dict[str, float], attended: list[int]
+) -> dict[int, dict[str, float]]:
+    """The seconds of each packed sequence, by its allowed blocks; of the attend stage, among those
+    that were attended."""
+    blocks = {i: sum(found["blocks"][0, 1].tolist()) for i, found in counted.items()}
+    ran = set(attended)
+    of_all, of_attended = sum(blocks.values()), sum(blocks[i] for i in ran)
+    return {
+        i: {
+            name: spent * n / max(of_attended if name == "attend" else of_all, 1)
+            for name, spent in seconds.items()
+            if name != "total" and (name != "attend" or i in ran)
+        }
+        for i, n in blocks.items()
+    }
 
 
 def choices(call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
@@ -207,36 +238,43 @@ def run_together(call: Call, runs: list[Run]) -> Run | None:
     """One record of a varlen call: blocks add up, and each sequence keeps its own in `parts`."""
     if not runs:
         return None
-    allowed = sum(run.allowed for run in runs)
     # Sequences may go to different backends, short ones to dense for example.
     names = list(dict.fromkeys(run.backend for run in runs))
     alike = len({(run.backend, run.routed_to_dense) for run in runs}) == 1
+    known = {
+        "what": "attention_varlen",
+        "call": f"{len(runs)} sequences, {call}",
+        "label": runs[0].label,
+        "backend": "+".join(names),
+        "isa": "+".join(dict.fromkeys(run.isa for run in runs)),
+        "recipe": call.recipe,
+        "reason": runs[0].reason if alike else "each sequence by its own length; see parts",
+        "rejected": runs[0].rejected if alike else {},
+        "routed_to_dense": all(run.routed_to_dense for run in runs),
+        "row_group": runs[0].row_group,
+        "cost_source": runs[0].cost_source,
+        "parts": tuple(runs),
+    }
+    if any(run.captured for run in runs):
+        return Run.of_captured(known)
+    return Run.of(known, when_read(runs).then(_added_up))
+
+
+def _added_up(runs: Sequence[Run]) -> dict[str, Any]:
+    """The numbers of runs that are one call."""
+    allowed = sum(run.allowed for run in runs)
     stages = dict.fromkeys(name for run in runs for name in run.seconds)
     errors, bounds = (
         [x for run in runs if (x := getattr(run, name)) is not None]
         for name in ("error_by_head", "bound_by_head")
     )
-    return replace(
-        runs[0],
-        what="attention_varlen",
-        call=f"{len(runs)} sequences, {call}",
-        backend="+".join(names),
-        isa="+".join(dict.fromkeys(run.isa for run in runs)),
-        recipe=call.recipe,
-        reason=runs[0].reason if alike else "each sequence by its own length; see parts",
-        rejected=runs[0].rejected if alike else {},
-        routed_to_dense=all(run.routed_to_dense for run in runs),
-        sparsity=sum(run.sparsity * run.allowed for run in runs) / max(allowed, 1),
-        kept=sum(run.kept for run in runs),
-        allowed=allowed,
-        pv_skips=sum(run.pv_skips for run in runs),
-        pv_groups=sum(run.pv_groups for run in runs),
-        kept_by_head=(),
-        allowed_by_head=(),
-        pv_skips_by_head=(),
-        error_by_head=tuple(map(max, zip(*errors, strict=True))) if errors else None,
-        bound_by_head=tuple(map(max, zip(*bounds, strict=True))) if bounds else None,
-        precision_by_head=None,
-        seconds={name: sum(run.seconds.get(name, 0.0) for run in runs) for name in stages},
-        parts=tuple(runs),
-    )
+    return {
+        "sparsity": sum(run.sparsity * run.allowed for run in runs) / max(allowed, 1),
+        "kept": sum(run.kept for run in runs),
+        "allowed": allowed,
+        "pv_skips": sum(run.pv_skips for run in runs),
+        "pv_groups": sum(run.pv_groups for run in runs),
+        "error_by_head": tuple(map(max, zip(*errors, strict=True))) if errors else None,
+        "bound_by_head": tuple(map(max, zip(*bounds, strict=True))) if bounds else None,
+        "seconds": {name: sum(run.seconds.get(name, 0.0) for run in runs) for name in stages},
+    }

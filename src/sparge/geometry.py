@@ -48,6 +48,15 @@ def diagonal_offset(Lq: int, Lk: int, causal_align: str) -> int:
     return Lk - Lq if causal_align == "bottom_right" else 0
 
 
+def allowed_blocks(Lq: int, Lk: int, *, is_causal: bool, offset: int = 0) -> int:
+    """Blocks that one head may attend, by the diagonal alone."""
+    n_q, n_k = n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K)
+    if not is_causal:
+        return n_q * n_k
+    ends = (min((i + 1) * BLOCK_Q, Lq) + offset for i in range(n_q))
+    return sum(min(n_blocks(max(end, 0), BLOCK_K), n_k) for end in ends)
+
+
 def sampled_rows(n_valid: int, sample_rows: int) -> list[int]:
     """Rows of a block that the `"rows"` predictor scores: evenly spaced, the last one included."""
     r = min(sample_rows, n_valid)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .call import Call
-from .dispatch import Choice
 from .geometry import ROW_GROUP
 from .recipe import Recipe
+from .support.later import Later
 
 _collectors: ContextVar[tuple[list[Run], ...]] = ContextVar("sparge_record", default=())
 _watchers: dict[str, Callable[[Run], None]] = {}
-_UNTIMED = nullcontext()
+_BY_HEAD = tuple(f"{name}_by_head" for name in ("kept", "allowed", "pv_skips"))
+_MEASURED = tuple(f"{name}_by_head" for name in ("error", "bound", "precision"))
+_TOTALS = ("sparsity", "kept", "allowed", "pv_skips", "pv_groups", "seconds")
+NUMBERS = frozenset((*_TOTALS, *_BY_HEAD, *_MEASURED))
+"""Of a `Run`, what is counted and timed; the rest is known when the call is made."""
+_NOTHING: dict[str, Any] = dict.fromkeys(("kept", "allowed", "pv_skips", "pv_groups"), 0)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ class RingReport:
 class Run:
     """One call as it ran.
 
+    A call on an accelerator is not waited for. Its counts and times are read from there when the
+    first of them is asked for, and are then like those of any other run.
+
     routed_to_dense: `auto` sent the call to dense attention; `reason` says why.
     cost_source: the numbers that `auto` chose by: `"measured"` here, the built-in `"estimate"`, or
     `""` where the choice needed none.
@@ -89,6 +93,8 @@ class Run:
     upper confidence bound that it chose by; the largest of the batch; None without it.
     precision_by_head: where `KeepError` raised some heads above the recipe's precision; else None.
     ring: of `ring_attention`, what its ranks sent and did; the counts above are this rank's.
+    captured: the call was captured in a graph and did not run, so all counts and times are 0; a
+    replay of the graph leaves no record.
     """
 
     what: str
@@ -107,15 +113,55 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)
     parts: tuple[Run, ...] = ()
     label: str = ""
-    kept_by_head: tuple[int, ...] = ()
-    allowed_by_head: tuple[int, ...] = ()
-    pv_skips_by_head: tuple[int, ...] = ()
-    error_by_head: tuple[float, ...] | None = None
-    bound_by_head: tuple[float, ...] | None = None
-    precision_by_head: tuple[str, ...] | None = None
+    # Defaults of numbers are made: one that stood in the class would hide that it is not read yet.
+    kept_by_head: tuple[int, ...] = field(default_factory=tuple)
+    allowed_by_head: tuple[int, ...] = field(default_factory=tuple)
+    pv_skips_by_head: tuple[int, ...] = field(default_factory=tuple)
+    error_by_head: tuple[float, ...] | None = field(default_factory=lambda: None)
+    bound_by_head: tuple[float, ...] | None = field(default_factory=lambda: None)
+    precision_by_head: tuple[str, ...] | None = field(default_factory=lambda: None)
     row_group: int = ROW_GROUP
     cost_source: str = ""
     ring: RingReport | None = None
+    captured: bool = False
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any], numbers: Later[Mapping[str, Any]]) -> Run:
+        """A run whose numbers (some of `NUMBERS`) may still be on their way from a device."""
+        if numbers.is_known:
+            return cls(**known, **numbers.value())
+        run = cls(**known, sparsity=0.0, **_NOTHING)
+        unread = {name: vars(run).pop(name) for name in NUMBERS}
+        vars(run)["_later"] = numbers.then(lambda found: {**unread, **found})
+        return run
+
+    @classmethod
+    def of_captured(cls, known: Mapping[str, Any]) -> Run:
+        """The run of a call that a graph captures."""
+        return cls(**known, sparsity=0.0, **_NOTHING, seconds={"total": 0.0}, captured=True)
+
+    def ready(self) -> bool:
+        """Whether its numbers can be read without waiting for a device."""
+        later: Later[Mapping[str, Any]] | None = vars(self).get("_later")
+        return later is None or later.ready()
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in NUMBERS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._read()
+            return vars(self)[name]
+
+    def _read(self) -> None:
+        later: Later[Mapping[str, Any]] | None = vars(self).get("_later")
+        if later is not None:  # the numbers first, for another thread that asks for one now
+            vars(self).update(later.value())
+            vars(self).pop("_later", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._read()
+        return dict(vars(self))
 
     @property
     def density(self) -> float:
@@ -150,9 +196,9 @@ class Run:
         pooled = f" (others pooled by {self.recipe.pool_group})" if pools else ""
         found = f"density {self.density:.3f}{pooled}, pv_skipped {self.pv_skipped:.3f}"
         found += self._measured()
+        found = "captured in a graph, not counted" if self.captured else f"{found}, ms: {stages}"
         return (
-            f"{self.what} {self.call}: {self.backend} ({self.isa}){routed}, {found}, ms: {stages}; "
-            f"{self.reason}"
+            f"{self.what} {self.call}: {self.backend} ({self.isa}){routed}, {found}; {self.reason}"
         )
 
     def _measured(self) -> str:
@@ -166,6 +212,13 @@ class Run:
             return found
         name = next(n for n in self.precision_by_head or () if n != self.recipe.precision)
         return f"{found}, heads {' '.join(raised)} in {name}"
+
+
+def when_read(runs: Sequence[Run]) -> Later[Sequence[Run]]:
+    """These runs once their numbers can be read."""
+    if all("_later" not in vars(run) for run in runs):
+        return Later.known(runs)
+    return Later(lambda: all(run.ready() for run in runs), lambda: runs)
 
 
 @contextmanager
@@ -212,27 +265,3 @@ def note(run: Run | None) -> None:
         watcher = _watchers.get(run.label)
         if watcher is not None:
             watcher(run)
-
-
-class Stopwatch:
-    """Times the stages of a call, waiting for the device; does nothing while not recording."""
-
-    def __init__(self, call: Call, choice: Choice, device: torch.device) -> None:
-        self.active = recording(call.label)
-        self.call, self.choice, self.device = call, choice, device
-        self.seconds: dict[str, float] = {}
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        return self._timed(name) if self.active else _UNTIMED
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        self._wait()
-        start = time.perf_counter()
-        yield
-        self._wait()
-        self.seconds[name] = time.perf_counter() - start
-
-    def _wait(self) -> None:
-        if self.device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(self.device)

@@ -86,9 +86,12 @@ class Prepared:
 
 def raised_key_heads(plan: BlockPlan, Hk: int) -> list[bool]:
     """Key heads, of `Hk`, any of whose query heads run in the caller's own precision."""
-    if plan.raised is None:
-        return [False] * Hk
-    return [bool(x) for x in plan.raised.view(Hk, -1).any(1).tolist()]
+    return [False] * Hk if plan.raised is None else by_key_head(plan.raised, Hk)
+
+
+def by_key_head(raised: Tensor, Hk: int) -> list[bool]:
+    """Query heads `[Hq]` to key heads, any of whose query heads are among them."""
+    return [bool(x) for x in raised.view(Hk, -1).any(1).tolist()]
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class LayerReport:
     parallel: how often each way of sharing a call among processes was taken; the figures are then
     those of this process: of its own heads ("ulysses") or its own queries ("ring").
     bytes_sent, dense_ring_bytes: by all processes of the rings, and what dense rings would send.
+    captured: calls that were captured in a graph, by what they run. What they keep is not known, so
+    no other figure has them; replays of the graph are not seen.
     """
 
     name: str
@@ -90,6 +92,7 @@ class LayerReport:
     parallel: dict[str, int] = field(default_factory=dict)
     bytes_sent: int = 0
     dense_ring_bytes: int = 0
+    captured: dict[str, int] = field(default_factory=dict)
 
     @property
     def density(self) -> float:
@@ -162,6 +165,11 @@ class Report:
         return dict(sum((Counter(layer.parallel) for layer in self.layers), Counter[str]()))
 
     @property
+    def captured(self) -> dict[str, int]:
+        """Calls that were captured in a graph, by what they run; in no other figure."""
+        return dict(sum((Counter(layer.captured) for layer in self.layers), Counter[str]()))
+
+    @property
     def density_by_step(self) -> dict[int, float]:
         """Kept / allowed blocks of each step of a diffusion run, over all layers."""
         kept: Counter[int] = Counter()
@@ -172,7 +180,15 @@ class Report:
         return {step: kept[step] / max(allowed[step], 1) for step in sorted(allowed)}
 
     def to_dict(self) -> dict[str, Any]:
-        sums = ("density", "sparse_density", "error", "seconds", "fallbacks", "parallel")
+        sums = (
+            "density",
+            "sparse_density",
+            "error",
+            "seconds",
+            "fallbacks",
+            "parallel",
+            "captured",
+        )
         names = (*sums, "left_alone")
         return {
             "format": "sparge.report/3",
@@ -200,6 +216,10 @@ class Report:
             lines.append(f"  density by step: {shown}")
         if reused := sum(layer.plans_reused for layer in self.layers):
             lines.append(f"  {reused} calls used the plan of an earlier step")
+        lines += [
+            f"  captured in a graph {n}x: {way}; not counted, nor are its replays"
+            for way, n in self.captured.items()
+        ]
         lines += [f"  over several processes {n}x: {way}" for way, n in self.parallel.items()]
         if dense := sum(layer.dense_ring_bytes for layer in self.layers):
             sent = sum(layer.bytes_sent for layer in self.layers)

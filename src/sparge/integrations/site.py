@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -20,12 +19,14 @@ from torch import Tensor, nn
 from ..accuracy import output_error
 from ..api import attention
 from ..dispatch import AUTO
-from ..geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ..geometry import allowed_blocks as blocks_of_head
 from ..recipe import Recipe
 from ..record import Run, unwatch, watch
 from ..schedule import Context
+from ..support.accelerator import capturing
 from .plan_reuse import PlanKeeper
-from .report import OWN, LayerReport, RecipeReport, StepReport
+from .report import LayerReport
+from .tally import Tally, is_sparse
 
 SITE = "_sparge_site"
 """The attribute of a module that holds its site."""
@@ -52,64 +53,6 @@ def inside(handle: object, context: Context) -> Iterator[None]:
 
 def site_of(module: nn.Module) -> Site | None:
     return vars(module).get(SITE)
-
-
-@dataclass
-class _StepTally:
-    """Sums over the calls of one step of a run; by head over those that ran sparse."""
-
-    noise_level: float | None = None
-    calls: int = 0
-    kept: int = 0
-    allowed: int = 0
-    kept_by_head: list[int] = field(default_factory=list)
-    allowed_by_head: list[int] = field(default_factory=list)
-
-    def add(self, kept: int, allowed: int, run: Run | None = None) -> None:
-        self.calls += 1
-        self.kept += kept
-        self.allowed += allowed
-        if run is not None and run.kept_by_head:
-            self.kept_by_head = _added(self.kept_by_head, run.kept_by_head)
-            self.allowed_by_head = _added(self.allowed_by_head, run.allowed_by_head)
-
-    def report(self, step: int) -> StepReport:
-        pairs = zip(self.kept_by_head, self.allowed_by_head, strict=True)
-        heads = tuple(kept / max(allowed, 1) for kept, allowed in pairs)
-        return StepReport(step, self.noise_level, self.calls, self.kept, self.allowed, heads)
-
-
-def _added(sums: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-    """Sums by head; they begin again where a call has another number of heads than those before.
-
-    A model that is split by heads while it is accelerated has fewer from then on.
-    """
-    if len(sums) != len(numbers):
-        sums = [0] * len(numbers)
-    return [a + b for a, b in zip(sums, numbers, strict=True)]
-
-
-@dataclass
-class _Tally:
-    """Sums over calls; `by_head` over those that ran sparse."""
-
-    ran: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    counts: Counter[str] = field(default_factory=Counter)
-    by_recipe: dict[Recipe, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    by_head: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    by_step: dict[int, _StepTally] = field(default_factory=dict)
-    parallel: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    def add_by_head(self, name: str, numbers: Sequence[float]) -> None:
-        self.by_head[name] = _added(self.by_head[name], numbers)
-
-    def at(self, context: Context) -> _StepTally:
-        """The sums of a step; outside of a run nothing is kept by step."""
-        if context.step is None:
-            return _StepTally()
-        return self.by_step.setdefault(context.step, _StepTally(context.noise_level))
 
 
 @dataclass(eq=False, repr=False)
@@ -143,7 +86,7 @@ class Site:
         self._keeper = PlanKeeper()
         # Two models may have layers of one name; a label belongs to one site.
         self.label = f"{self.name}#{next(_numbers)}"
-        self._lock, self._tally, self._last = threading.Lock(), _Tally(), threading.local()
+        self._lock, self._tally, self._last = threading.Lock(), Tally(), threading.local()
         # A compiled graph would keep the recipe of its first call.
         self._recipe_in_context = torch.compiler.disable(self._call_recipe)
 
@@ -220,14 +163,11 @@ class Site:
             chosen: dict[str, Any] = {"recipe": recipe, "backend": self.backend}
             chosen |= {"label": self.label, "return_lse": return_lse}
             result = attention(query, key, value, **arguments, **chosen)
-        if by_hand and self.measure_error and getattr(self._last, "sparse", False):
+        if by_hand and self.measure_error and getattr(self._last, "measurable", False):
             out = result[0] if return_lse else result
             error = output_error(query, key, value, out, **arguments).mean(0).tolist()
             with self._lock:
-                if len(error) != len(self._tally.by_head["error"]):
-                    self._tally.counts["measured"] = 0  # sums by head begin again
-                self._tally.add_by_head("error", error)
-                self._tally.counts["measured"] += 1
+                self._tally.add_error(error)
         return result
 
     def _attend_with_kept_plan(
@@ -237,6 +177,8 @@ class Site:
         where the schedule keeps none."""
         schedule, step = getattr(self.recipe, "schedule", None), self.context.step
         if schedule is None or not schedule.reuse_steps or step is None:
+            return None
+        if capturing(query.device):  # whether a plan still fits is read from the device
             return None
         done = self._keeper.attend(
             query,
@@ -258,16 +200,12 @@ class Site:
 
     def reset(self) -> None:
         with self._lock:
-            self._tally = _Tally()
+            self._tally = Tally()
 
     def note_own(self, reason: str, seconds: float, blocks: int) -> None:
         """The model's own attention ran, over this many blocks (see `allowed_blocks`)."""
         with self._lock:
-            self._tally.ran[OWN] += 1
-            self._tally.fallbacks[reason] += 1
-            self._tally.seconds += seconds
-            self._tally.counts.update(kept=blocks, allowed=blocks)
-            self._tally.at(self.context).add(blocks, blocks)
+            self._tally.add_own(reason, seconds, blocks, self.context)
 
     def note_parallel(self, way: str) -> None:
         """A call over several processes ran in this way."""
@@ -275,59 +213,16 @@ class Site:
             self._tally.parallel[way] += 1
 
     def _note(self, run: Run) -> None:
-        # A rank of a ring counts its own blocks, and none by head.
-        in_ring = run.ring is not None and not run.routed_to_dense
-        self._last.sparse = bool(run.kept_by_head) or in_ring
+        self._last.measurable = is_sparse(run) and not run.captured
         given = self.recipe if isinstance(self.recipe, Recipe) else run.recipe
         with self._lock:
-            tally = self._tally
-            tally.seconds += run.seconds["total"]
-            tally.counts.update(kept=run.kept, allowed=run.allowed)
-            tally.at(self.context).add(run.kept, run.allowed, run)
-            tally.counts["estimated"] += run.cost_source == "estimate"
-            if run.ring is not None:
-                tally.counts.update(sent=run.ring.bytes_sent, dense_sent=run.ring.dense_bytes)
-            tally.by_recipe[given].update(calls=1, kept=run.kept, allowed=run.allowed)
-            if not self._last.sparse:
-                tally.ran["dense"] += 1
-                tally.fallbacks[run.reason] += 1
-                return
-            tally.ran[f"{run.backend} ({run.isa})"] += 1
-            tally.counts.update(pv_skips=run.pv_skips, pv_groups=run.pv_groups)
-            tally.counts.update(sparse_kept=run.kept, sparse_allowed=run.allowed)
-            if run.kept_by_head:
-                tally.add_by_head("kept", run.kept_by_head)
-                tally.add_by_head("allowed", run.allowed_by_head)
+            self._tally.add(run, given, self.context)
 
     def report(self) -> LayerReport:
+        """What was counted so far; waits for calls that a device has not finished."""
         with self._lock:
-            tally, counts = self._tally, self._tally.counts
-            kept, allowed = tally.by_head["kept"], tally.by_head["allowed"]
-            return LayerReport(
-                name=self.name,
-                calls=sum(tally.ran.values()),
-                ran=dict(tally.ran),
-                kept=counts["kept"],
-                allowed=counts["allowed"],
-                sparse_density=_share(counts["sparse_kept"], counts["sparse_allowed"]),
-                density_by_head=tuple(k / max(a, 1) for k, a in zip(kept, allowed, strict=True)),
-                pv_skipped=counts["pv_skips"] / max(counts["pv_groups"], 1),
-                error_by_head=tuple(e / counts["measured"] for e in tally.by_head["error"]) or None,
-                seconds=tally.seconds,
-                fallbacks=dict(tally.fallbacks),
-                recipe=self.recipe if isinstance(self.recipe, Recipe) else None,
-                by_recipe=tuple(RecipeReport(r, **n) for r, n in tally.by_recipe.items()),
-                estimated=counts["estimated"],
-                plans_reused=counts["reused"],
-                parallel=dict(tally.parallel),
-                bytes_sent=counts["sent"],
-                dense_ring_bytes=counts["dense_sent"],
-                by_step=tuple(each.report(step) for step, each in sorted(tally.by_step.items())),
-            )
-
-
-def _share(kept: int, allowed: int) -> float:
-    return kept / allowed if allowed else 1.0
+            recipe = self.recipe if isinstance(self.recipe, Recipe) else None
+            return self._tally.report(self.name, recipe)
 
 
 @lru_cache(maxsize=256)
@@ -346,8 +241,4 @@ def allowed_blocks(query: Tensor, key: Tensor, *, is_causal: bool, offset: int =
     offset: a causal query row i may attend keys up to `i + offset`.
     """
     B, Hq, Lq = query.shape[:3]
-    n_q, n_k = n_blocks(Lq, BLOCK_Q), n_blocks(key.shape[2], BLOCK_K)
-    if not is_causal:
-        return B * Hq * n_q * n_k
-    ends = (min((i + 1) * BLOCK_Q, Lq) + offset for i in range(n_q))
-    return B * Hq * sum(min(n_blocks(max(end, 0), BLOCK_K), n_k) for end in ends)
+    return B * Hq * blocks_of_head(Lq, key.shape[2], is_causal=is_causal, offset=offset)

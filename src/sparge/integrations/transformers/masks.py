@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -21,7 +22,12 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from ...support.accelerator import capturing
+
 PADDING, BOOL, ADDITIVE = "padding", "bool", "additive"
+_hides = WeakIdKeyDictionary()
+"""Whether a 2-D mask that was made here hides anything: every layer asks, and on an accelerator it
+would wait for each answer."""
 
 
 def make_mask(*, config: Any = None, **asked: Any) -> Tensor | None:
@@ -52,6 +58,7 @@ def _small_mask(
     if kv_offset != 0:
         return False, None
     compiling = torch.compiler.is_compiling()
+    readable = attention_mask is not None and _readable(attention_mask)
     # Where a cache keeps its length on the device, a graph cannot read it.
     known = not (compiling and isinstance(q_offset, Tensor))
     if known and style == PADDING and mask_function is causal_mask_function:
@@ -59,22 +66,44 @@ def _small_mask(
         enough = attention_mask is None or attention_mask.shape[1] >= width
         if allow_is_causal_skip and width <= kv_length and enough:
             padding = None if attention_mask is None else attention_mask[:, :width]
-            if padding is not None and not compiling and bool(padding.all()):
+            if padding is not None and readable and bool(padding.all()):
                 padding = None
             # Queries that start at key 0 need no mask for their diagonal, nor does a last one.
             if padding is not None or width == q_length or (q_length == 1 and width == kv_length):
-                return True, padding
-            return True, torch.ones((batch_size, width), dtype=torch.bool, device=device)
+                return True, _noted(padding, hides=True) if readable else padding
+            ones = torch.ones((batch_size, width), dtype=torch.bool, device=device)
+            return True, _noted(ones, hides=False)
     if mask_function is bidirectional_mask_function and style != ADDITIVE:
         if attention_mask is None:
             return allow_is_bidirectional_skip, None
         if attention_mask.shape[1] == kv_length:
-            if allow_is_bidirectional_skip and not compiling and bool(attention_mask.all()):
+            if allow_is_bidirectional_skip and readable and bool(attention_mask.all()):
                 return True, None
             # A view of the padding: 4-D for the model's code, without memory of size q x kv.
             full = attention_mask[:, None, None, :]
             return True, full.expand(batch_size, 1, q_length, kv_length)
     return False, None
+
+
+def _readable(mask: Tensor) -> bool:
+    """Whether a number of it can be read: no graph is traced or captured."""
+    return not torch.compiler.is_compiling() and not capturing(mask.device)
+
+
+def _noted(mask: Tensor | None, *, hides: bool) -> Tensor | None:
+    if mask is not None and not torch.compiler.is_compiling():
+        _hides[mask] = hides
+    return mask
+
+
+def _may_hide(mask: Tensor) -> bool:
+    """False for a 2-D mask that is known to hide nothing."""
+    if torch.compiler.is_compiling():
+        return True
+    known: bool | None = _hides.get(mask)
+    if known is None:
+        return not (_readable(mask) and bool(mask.all()))
+    return known
 
 
 def is_encoder(config: Any) -> bool:
@@ -146,8 +175,7 @@ def to_attention(
         width = mask.shape[1]
         key, value = key[:, :, :width], value[:, :, :width]
         causal, align = True, "bottom_right"
-        plain = not torch.compiler.is_compiling() and bool(mask.all())
-        mask = None if plain else mask[:, None, None, :]
+        mask = mask[:, None, None, :] if _may_hide(mask) else None
     else:
         # The mask has the diagonal in it; the queries are the last of the keys.
         align = "bottom_right" if causal and key.shape[2] > Lq else align
@@ -163,7 +191,7 @@ def _hiding(mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         return mask
     hidden = mask <= torch.finfo(mask.dtype).min
-    if not torch.compiler.is_compiling() and bool((hidden | (mask == 0)).all()):
+    if _readable(mask) and bool((hidden | (mask == 0)).all()):
         return ~hidden
     return mask.masked_fill(hidden, -torch.inf)
 

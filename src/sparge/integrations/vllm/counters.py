@@ -12,6 +12,7 @@ from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ...recipe import Recipe
 from ...record import Run
 from ..report import OWN, LayerReport, RecipeReport, Report
+from ..unread import Unread
 from .batch import Request
 from .refusals import DECODE
 
@@ -28,6 +29,8 @@ class Counters:
     allowed_by_head: list[int] = field(default_factory=list)
     seconds: float = 0.0
     decode_seconds: float = 0.0
+    captured: Counter[str] = field(default_factory=Counter)
+    unread: Unread = field(default_factory=Unread)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_decode(self, tokens: int, seconds: float) -> None:
@@ -68,16 +71,22 @@ class Counters:
             if not parts:
                 self.ran["not recorded"] += len(served)
             for part in parts:
-                self.ran[f"{part.backend} ({part.isa})"] += 1
-                self.counts.update(kept=part.kept, allowed=part.allowed)
-                self.counts.update(pv_skips=part.pv_skips, pv_groups=part.pv_groups)
-                self.counts["estimated"] += part.cost_source == "estimate"
-                self.counts.update(served_kept=part.kept, served_allowed=part.allowed, recorded=1)
-                self.kept_by_head = _added(self.kept_by_head, part.kept_by_head)
-                self.allowed_by_head = _added(self.allowed_by_head, part.allowed_by_head)
+                if part.captured:  # nothing may be asked of the device now
+                    self.captured[f"{part.backend} ({part.isa})"] += 1
+                else:
+                    self.unread.add(part, self._add_up)
+
+    def _add_up(self, part: Run) -> None:
+        self.ran[f"{part.backend} ({part.isa})"] += 1
+        self.counts.update(kept=part.kept, allowed=part.allowed)
+        self.counts.update(pv_skips=part.pv_skips, pv_groups=part.pv_groups)
+        self.counts["estimated"] += part.cost_source == "estimate"
+        self.counts.update(served_kept=part.kept, served_allowed=part.allowed, recorded=1)
+        self.kept_by_head = _added(self.kept_by_head, part.kept_by_head)
+        self.allowed_by_head = _added(self.allowed_by_head, part.allowed_by_head)
 
     def density(self, calls: int) -> float | None:
-        """Of what ran here, once that many calls were recorded."""
+        """Of what ran here, once that many calls were recorded and read."""
         with self.lock:
             if self.counts["recorded"] < calls or not self.counts["served_allowed"]:
                 return None
@@ -85,6 +94,7 @@ class Counters:
 
     def report(self, name: str, recipe: Recipe | None) -> LayerReport:
         with self.lock:
+            self.unread.read()
             n, heads = self.counts, zip(self.kept_by_head, self.allowed_by_head, strict=True)
             recorded = n["served_allowed"]
             used = RecipeReport(recipe, n["recorded"], n["served_kept"], recorded) if recipe else ()
@@ -103,6 +113,7 @@ class Counters:
                 recipe=recipe,
                 by_recipe=(used,) if isinstance(used, RecipeReport) else (),
                 estimated=n["estimated"],
+                captured=dict(self.captured),
             )
 
 

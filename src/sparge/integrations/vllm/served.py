@@ -24,7 +24,7 @@ from .settings import Settings
 
 RECORD_EVERY = {"cpu": 1}
 RECORD_EVERY_ON_GPU = 16
-"""Counting blocks waits for a GPU, so one call in so many is counted there."""
+"""Counting adds some launches to a call, so one call in so many is counted there."""
 
 
 @dataclass(eq=False)
