@@ -26,7 +26,7 @@ from sparge.backends.triton.launch import Launch, watch_launches
 from sparge.bench.static.compile import build, specialize
 from sparge.bench.static.targets import TARGETS, Target
 from sparge.bench.static.variants import FP8, STAGES, Variant, launches_of
-from sparge.record import watch
+from sparge.record import Run, watch
 
 LENGTHS = (64, 100, 1000, 4097, 32768)
 WHOLE: dict[str, Any] = {"L": 4096, "stages": STAGES}
@@ -103,6 +103,7 @@ def told(traffic: Traffic) -> dict[str, Any]:
         "launches": [x.kernel for x in traffic.launches],
         "compiled": list(traffic.compiled),
         "reads": list(traffic.reads),
+        "later": list(traffic.later),
         "writes": list(traffic.writes),
         "waits": list(traffic.waits),
     }
@@ -149,7 +150,8 @@ def pack(architecture: str) -> dict[str, Any]:
 
 def labelled(architecture: str) -> dict[str, Any]:
     """A call that a model's report watches, captured after one call outside of the graph."""
-    variant, runs = CALLS[0], []
+    variant: Variant = CALLS[0]
+    runs: list[Run] = []
     watch("layer", runs.append)
     with pretended(CARDS[architecture]) as traffic:
         inputs = on_card(variant)
@@ -158,7 +160,9 @@ def labelled(architecture: str) -> dict[str, Any]:
         traffic.clear()
         with traffic.capture():
             attend(variant, inputs, label="layer")
-        return {"first": first, "captured": told(traffic), "runs": len(runs)}
+        captured = told(traffic)
+        traffic.finish()
+        return {"first": first, "captured": captured, "runs": [run.kept for run in runs]}
 
 
 if __name__ == "__main__":

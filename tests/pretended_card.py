@@ -16,10 +16,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 KB, GB = 1024, 1 << 30
 STREAM = 0x5EA
 """Handle of the current stream; none of CUDA's own, which are 0, 1 and 2."""
+_CUDA = 1
+"""The number of the device type."""
+
+
+class Properties(SimpleNamespace):
+    """What torch tells of a card."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Card:
         return 64 if self.architecture.startswith("gfx9") else 32
 
     @property
-    def properties(self) -> SimpleNamespace:
+    def properties(self) -> Properties:
         """As `torch.cuda.get_device_properties` returns them."""
         major, minor = self.capability
         facts = {
@@ -78,7 +85,7 @@ class Card:
         }
         if not self.is_nvidia:
             facts["gcnArchName"] = self.architecture
-        return SimpleNamespace(**facts)
+        return Properties(**facts)
 
 
 CARDS = {
@@ -106,16 +113,22 @@ class Traffic:
     """What a program did with the card.
 
     launches: in order. compiled: names of kernels that Triton compiled, or read from its cache.
-    reads: what came from the card to the host. writes: copies to the card. waits: calls that block
-    until the card is idle. refuses: whether reads and waits raise. capturing: the current stream is
-    being captured in a graph, where writes from pageable memory raise, too.
+    reads: what came from the card to the host, which waits for it. later: copies to pinned memory
+    that nothing waits for. writes: copies to the card. waits: calls that block until the card has
+    come to some place. work: pieces that the card was given; done: those that it has completed,
+    none until `finish`.
+    refuses: reads and waits raise; else the card is done with everything at once, and reads get
+    zeros. capturing: the current stream is being captured in a graph, where writes raise, too.
     """
 
     launches: list[Any] = field(default_factory=list)
     compiled: list[str] = field(default_factory=list)
     reads: list[str] = field(default_factory=list)
+    later: list[str] = field(default_factory=list)
     writes: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    work: int = 0
+    done: int = 0
     refuses: bool = True
     capturing: bool = False
 
@@ -129,10 +142,19 @@ class Traffic:
         if self.capturing:
             raise Refused(f"{what} copies to the card while its stream is captured")
 
+    def copy_later(self, what: str) -> None:
+        self.later.append(what)
+        if self.capturing:
+            raise Refused(f"{what} would be repeated with the graph that is captured")
+
     def wait(self, what: str) -> None:
         self.waits.append(what)
         if self.refuses or self.capturing:
             raise Refused(f"{what} waits for the card")
+
+    def finish(self) -> None:
+        """The card has come to the end of what it was given."""
+        self.done = self.work
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -144,48 +166,61 @@ class Traffic:
             self.capturing = before
 
     def clear(self) -> None:
-        for found in (self.launches, self.compiled, self.reads, self.writes, self.waits):
-            found.clear()
+        """Forget what was noted."""
+        for name in ("launches", "compiled", "reads", "later", "writes", "waits"):
+            getattr(self, name).clear()
 
 
-class Stream:
+class Stream(torch.Stream):
     """The one stream of a card."""
 
-    cuda_stream = STREAM
+    traffic: Traffic
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    @property
+    def cuda_stream(self) -> int:
+        return STREAM
 
     def synchronize(self) -> None:
-        self._traffic.wait("Stream.synchronize")
+        self.traffic.wait("Stream.synchronize")
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: torch.Stream) -> None:
         """The card waits, not the program."""
 
     def query(self) -> bool:
         return True
 
 
+def _stream(traffic: Traffic, index: int = 0) -> Stream:
+    made = Stream(stream_id=STREAM, device_index=index, device_type=_CUDA)
+    made.traffic = traffic
+    return made
+
+
 def _event_class(traffic: Traffic) -> type:
     class Event:
-        """Everything before it has happened; no time passes on a card that does nothing."""
+        """A place among the pieces of work; at: how many there were before it."""
 
         def __init__(self, *_: Any, enable_timing: bool = False, **__: Any) -> None:
-            self.timed, self.recorded = enable_timing, False
+            self.timed, self.at = enable_timing, 0
 
         def record(self, stream: Any = None) -> None:
-            self.recorded = True
+            traffic.work += 1
+            self.at = traffic.work
 
         def query(self) -> bool:
-            return True
+            if traffic.capturing:
+                raise Refused("Event.query while the stream is captured")
+            return not traffic.refuses or self.at <= traffic.done
 
         def synchronize(self) -> None:
-            traffic.wait("Event.synchronize")
+            if not self.query():
+                traffic.wait("Event.synchronize")
 
         def elapsed_time(self, end: Any) -> float:
-            if not (self.timed and end.timed and self.recorded and end.recorded):
-                raise ValueError("elapsed_time needs two recorded events with enable_timing=True")
-            return 0.0
+            """10 us for each piece of work between the two: no speed, and no zero to divide by."""
+            if not (self.timed and end.timed and self.at and end.at and end.query()):
+                raise RuntimeError("elapsed_time needs two events that the card has timed")
+            return 0.01 * (end.at - self.at)
 
     return Event
 
@@ -195,17 +230,12 @@ class _Current:
 
     index = 0
 
+    def change(self, index: int) -> None:
+        self.index = index
+
     def exchange(self, index: int) -> int:
-        if index < 0:
-            return -1
-        before, self.index = self.index, index
+        before, self.index = self.index, index if index >= 0 else self.index
         return before
-
-
-def _index_of(device: Any) -> int:
-    if device is None or isinstance(device, int):
-        return device or 0
-    return torch.device(device).index or 0
 
 
 def allow_cuda_devices() -> None:
@@ -224,56 +254,61 @@ def allow_cuda_devices() -> None:
         guards[1] = ctypes.addressof(nothing)
         torch._C._ensureCUDADeviceGuardSet()
         assert guards[1] != ctypes.addressof(nothing)
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 @contextmanager
 def torch_sees(card: Card, traffic: Traffic, *, count: int = 1) -> Iterator[None]:
-    """torch finds `count` of these cards, the first of which is current."""
-    current, stream, gpu = _Current(), Stream(traffic), torch.device("cuda")
+    """torch finds `count` of these cards, the first of which is current.
 
-    def properties(device: Any = None) -> SimpleNamespace:
-        if not 0 <= _index_of(device) < count:
-            raise AssertionError("Invalid device id")
-        return card.properties
+    What torch has written in C is replaced, and little above it: torch's own functions then answer,
+    which graphs being traced know by name."""
+    current, event = _Current(), _event_class(traffic)
+    streams = [_stream(traffic, index) for index in range(count)]
 
-    def memory(device: Any = None) -> tuple[int, int]:
-        return card.memory, card.memory
+    def stream(device: Any = None) -> Stream:
+        index = device if isinstance(device, int) else getattr(device, "index", None)
+        return streams[current.index if index is None else index]
 
-    event = _event_class(traffic)
-    of_cuda = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
+    in_c = {
+        "_cuda_getDeviceCount": lambda: count,
+        "_cuda_getDevice": lambda: current.index,
+        "_cuda_setDevice": current.change,
+        "_cuda_getCurrentRawStream": lambda index: STREAM,
+        "_cuda_synchronize": lambda: traffic.wait("torch.cuda.synchronize"),
+        "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+        "_accelerator_getDeviceIndex": lambda: current.index,
+        "_accelerator_setDeviceIndex": current.change,
+        "_accelerator_getStream": stream,
+        "_accelerator_synchronizeDevice": lambda _: traffic.wait("torch.accelerator.synchronize"),
+    }
+    in_cuda = {
+        "_initialized": True,
+        "_is_compiled": lambda: True,
+        "_get_device_properties": lambda index: card.properties,
+        "_exchange_device": lambda index: current.exchange(index),
+        "_maybe_exchange_device": lambda index: current.exchange(index),
         "device_count": lambda: count,
-        "current_device": lambda: current.index,
-        "set_device": lambda device: setattr(current, "index", _index_of(device)),
-        "_exchange_device": current.exchange,
-        "_maybe_exchange_device": current.exchange,
-        "get_device_properties": properties,
-        "get_device_name": lambda device=None: properties(device).name,
-        "get_device_capability": lambda device=None: card.capability,
-        "mem_get_info": memory,
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
+        "mem_get_info": lambda device=None: (card.memory, card.memory),
+        "current_stream": stream,
+        "default_stream": stream,
         "is_current_stream_capturing": lambda: traffic.capturing,
-        "is_bf16_supported": lambda *_, **__: True,
-        "synchronize": lambda device=None: traffic.wait("torch.cuda.synchronize"),
+        "default_generators": tuple(torch.Generator() for _ in range(count)),
         "empty_cache": lambda: None,
         "Event": event,
     }
-    of_accelerator = {
-        "is_available": lambda: True,
-        "device_count": lambda: count,
-        "current_accelerator": lambda check_available=False: gpu,
-        "current_device_index": lambda: current.index,
-        "current_stream": lambda device=None: stream,
-        "synchronize": lambda device=None: traffic.wait("torch.accelerator.synchronize"),
-    }
     with ExitStack() as patches:
-        for module, facts in ((torch.cuda, of_cuda), (torch.accelerator, of_accelerator)):
+        for module, facts in ((torch._C, in_c), (torch.cuda, in_cuda)):
             for name, value in facts.items():
-                patches.enter_context(mock.patch.object(module, name, value))
+                patches.enter_context(mock.patch.object(module, name, value, create=True))
         patches.enter_context(mock.patch.object(torch, "Event", event))
-        if not card.is_nvidia:
-            patches.enter_context(mock.patch.object(torch.version, "hip", "6.4"))
+        maker, version = ("cuda", "12.8") if card.is_nvidia else ("hip", "6.4")
+        patches.enter_context(mock.patch.object(torch.version, maker, version))
+        # Fake tensors of the card, which graphs are traced with, must not be made from real ones.
+        yes = property(lambda _: True)
+        patches.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", yes))
+        # torch.tensor(numbers, device="cuda") then copies them with an operation that can be seen.
+        patches.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)
         yield

@@ -61,6 +61,7 @@ class PretendedDriver:
         self.card, self.traffic = card, traffic
         self.target = GPUTarget("cuda" if card.is_nvidia else "hip", arch, card.warp_size)
         self.utils = Utils(card)
+        self.loaded: set[str] = set()
 
     @staticmethod
     def is_active() -> bool:
@@ -118,13 +119,11 @@ class Utils:
     def load_binary(
         self, name: str, binary: bytes, shared: int, device: int
     ) -> tuple[Any, Any, int, int, int]:
-        """`(module, function, registers, spills, most threads)`."""
+        """`(module, function, registers, spills, most threads)`. The module is None: there is none
+        to unload, which Triton does when the process ends, without this driver by then."""
         if not binary.startswith(b"\x7fELF") or name.encode() not in binary:
             raise RuntimeError(f"{name} is not in the machine code that was to be loaded")
-        return name, binary, 0, 0, MOST_THREADS
-
-    def unload_module(self, module: Any) -> None:
-        pass
+        return None, binary, 0, 0, MOST_THREADS
 
 
 class Launcher:
@@ -132,7 +131,10 @@ class Launcher:
 
     def __init__(self, driver: PretendedDriver, source: Any, metadata: Any) -> None:
         self.driver, self.source, self.metadata = driver, source, metadata
-        driver.traffic.compiled.append(metadata.name)
+        # A kernel without a module is loaded again at each launch, if launches are hooked.
+        if metadata.hash not in driver.loaded:
+            driver.loaded.add(metadata.hash)
+            driver.traffic.compiled.append(metadata.name)
 
     def __call__(self, x: int, y: int, z: int, stream: int, binary: bytes, *rest: Any) -> None:
         arguments = rest[4:]  # after metadata and hooks
@@ -156,6 +158,7 @@ class Launcher:
             options=self.metadata._asdict(),
             binary=binary,
         )
+        self.driver.traffic.work += 1
         self.driver.traffic.launches.append(made)
 
 
@@ -168,21 +171,26 @@ def check_pointer(name: str, value: Any) -> None:
 
 
 @contextmanager
-def pretended(card: Card, *, count: int = 1, refuses: bool = True) -> Iterator[Traffic]:
-    """A process with these cards: torch finds them, `device="cuda:0"` makes tensors on them, and
-    Triton launches there. refuses: reading from the card and waiting for it raise; else reads get
-    zeros. Kernels of one card are compiled anew for the next."""
+def card_here(card: Card, traffic: Traffic, *, count: int = 1) -> Iterator[None]:
+    """torch, Triton and sparge find these cards; there are no tensors on them yet."""
     import triton
 
     allow_cuda_devices()
-    traffic = Traffic(refuses=refuses)
-    config = triton.runtime.driver
     with (
-        mock.patch.object(config, "_active", PretendedDriver(card, traffic)),
+        mock.patch.object(triton.runtime.driver, "_active", PretendedDriver(card, traffic)),
         mock.patch("sparge.host._hosts", {}),
         mock.patch.object(COST, "_crossovers", {}),
         mock.patch("sparge.dispatch.call_cache._known", {}),
         torch_sees(card, traffic, count=count),
-        TensorsOnCard(traffic),
     ):
+        yield
+
+
+@contextmanager
+def pretended(card: Card, *, count: int = 1, refuses: bool = True) -> Iterator[Traffic]:
+    """A process with these cards: torch finds them, `device="cuda:0"` makes tensors on them, and
+    Triton launches there. refuses: reading from the card and waiting for it raise; else reads get
+    zeros. Kernels of one card are compiled anew for the next."""
+    traffic = Traffic(refuses=refuses)
+    with card_here(card, traffic, count=count), TensorsOnCard(traffic):
         yield traffic

@@ -34,9 +34,18 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 WAITS: dict[str, Callable[[], Any]] = {
     "cuda": lambda: torch.cuda.synchronize(),
     "accelerator": lambda: torch.accelerator.synchronize(),
-    "event": lambda: torch.cuda.Event().synchronize(),
+    "event": lambda: recorded().synchronize(),
     "stream": lambda: torch.cuda.current_stream().synchronize(),
 }
+
+
+def recorded() -> Any:
+    """An event that the card has not come to."""
+    made = torch.cuda.Event()
+    made.record()
+    return made
+
+
 LISTS = {"Hq": 2, "Lk": 64, "n_q": 1, "n_k": 1, "stride_nb": 0, "stride_nh": 0}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pretended_card import Refused, Traffic
 
@@ -86,9 +87,14 @@ class TensorsOnCard(TorchDispatchMode):
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()
         self.traffic = traffic
+        self.pinned = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("pin_memory") and _device_of(kwargs.get("device")) is None:
+            made = func(*args, **{**kwargs, "pin_memory": False})
+            self.pinned[made] = True
+            return made
         leaves, _ = tree_flatten((args, kwargs))
         there = [x for x in leaves if isinstance(x, OnCard)]
         to = _device_of(kwargs.get("device"))
@@ -104,6 +110,7 @@ class TensorsOnCard(TorchDispatchMode):
         _check_devices(func, leaves, device)
         if func.overloadpacket in _READING or _indexes_by_bool(func, args):
             return self._read(func, args, kwargs)
+        self.traffic.work += 1
         return _on_meta(func, args, kwargs, device)
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -118,12 +125,14 @@ class TensorsOnCard(TorchDispatchMode):
         else:
             device = target.device if isinstance(target, OnCard) else None
         if device is None:  # to the processor
-            self.traffic.read(f"{func} of {source!r}")
+            waits = target not in self.pinned or not _non_blocking(func, args, kwargs)
+            (self.traffic.read if waits else self.traffic.copy_later)(f"{func} of {source!r}")
             inner = torch.zeros(source.shape, dtype=source.dtype)
             return func(*_replaced(args, source, inner), **kwargs)
         lone = target is not None and source.dim() == 0  # a number, which a kernel is given
         if not isinstance(source, OnCard) and not lone:
             self.traffic.write(f"{func} of {list(source.shape)} {source.dtype}")
+        self.traffic.work += 1
         return _on_meta(func, args, kwargs, device)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -185,6 +194,10 @@ def _indexes_by_bool(func: Any, args: Any) -> bool:
     return func.overloadpacket is aten.index and any(
         isinstance(x, OnCard) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
     )
+
+
+def _non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
+    return func is aten.copy_.default and bool((*args[2:], kwargs.get("non_blocking"))[0])
 
 
 def _replaced(args: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
