@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs lint format sanitize fuzz bench engines gpu-check wheel clean setup
+.PHONY: demo test docs lint format sanitize fuzz bench engines gpu-check resolve wheel clean setup
 
 setup: $(VENV)/.done
 
@@ -87,6 +87,10 @@ engines:
 # environment of its own, .venv-gpu; scripts/gpu_check.sh says how to choose the torch for AMD and Intel cards.
 gpu-check:
 	scripts/gpu_check.sh
+
+# Whether pip can install sparge[gpu] beside each torch that sparge takes; asks the registry, installs nothing.
+resolve:
+	scripts/resolve.sh
 
 # One wheel for every Python and torch, built in an environment of its own and tried in an empty one.
 wheel: setup

@@ -84,7 +84,7 @@ def test_a_missing_or_old_triton_is_named(pretend, monkeypatch):
     pretend("sm_90")
     for version, reason in (
         (None, "triton is not installed"),
-        ("3.1.0", "triton 3.1.0 is too old; 3.4 or newer is needed"),
+        ("3.1.0", "triton 3.1.0 is too old; 3.6 or newer is needed"),
     ):
         spec = None if version is None else object()
         monkeypatch.setattr(triton_backend.util, "find_spec", lambda name, spec=spec: spec)

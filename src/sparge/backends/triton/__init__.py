@@ -18,7 +18,8 @@ from .architectures import INTERPRETER, KINDS, Architecture, architecture_of
 from .cost import COST
 
 NAME = "triton"
-OLDEST = (3, 4)
+OLDEST = (3, 6)
+"""What torch 2.10 requires, the oldest torch that sparge takes."""
 ENV_INTERPRET = "TRITON_INTERPRET"
 
 
