@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from sparge.backends.triton import OLDEST
+from sparge.backends.triton.packages import NAMES, OLDEST
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML")
 
@@ -35,8 +35,6 @@ TORCH_REQUIRES = {
 """`Requires-Dist` of the CUDA builds, which PyPI has for Linux."""
 TRITONS = [Version(text) for text in ("3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")]
 """As released on PyPI."""
-NAMES = ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm", "triton-xpu")
-"""One import package under several names: where two are installed, the files of one are lost."""
 
 LINUX = {"platform_system": "Linux", "sys_platform": "linux", "platform_machine": "x86_64"}
 WINDOWS = {"platform_system": "Windows", "sys_platform": "win32", "platform_machine": "AMD64"}

@@ -11,6 +11,7 @@ import sparge
 from calls import a_call, tensors
 from sparge import Recipe, Unsupported
 from sparge.backends.triton import architectures
+from sparge.backends.triton.packages import Installation
 from sparge.dispatch import choose
 from sparge.host import Device, Host
 
@@ -82,15 +83,20 @@ def test_float64_is_left_to_the_reference(pretend):
 
 def test_a_missing_or_old_triton_is_named(pretend, monkeypatch):
     pretend("sm_90")
-    for version, reason in (
-        (None, "triton is not installed"),
-        ("3.1.0", "triton 3.1.0 is too old; 3.6 or newer is needed"),
+    for found, reason in (
+        ({}, "triton is not installed; torch requires triton==3.7.1: pip install 'triton==3.7.1'"),
+        ({"triton": "3.1.0"}, "triton 3.1.0 is too old; 3.6 or newer is needed"),
+        ({"triton-rocm": "3.4.0"}, "triton-rocm 3.4.0 is too old; 3.6 or newer is needed"),
+        ({"triton": "3.6.0"}, ""),
+        ({"triton-windows": "3.6.0.post25"}, ""),
     ):
-        spec = None if version is None else object()
-        monkeypatch.setattr(triton_backend.util, "find_spec", lambda name, spec=spec: spec)
-        monkeypatch.setattr(triton_backend.metadata, "version", lambda name, v=version: v)
+        there = Installation(bool(found), found, "Linux", "cuda", "triton==3.7.1")
+        monkeypatch.setattr(triton_backend, "installation", lambda there=there: there)
         monkeypatch.setattr(triton_backend, "MISSING", triton_backend.why_missing())
-        assert reason in why(device="cuda")
+        if reason:
+            assert reason in why(device="cuda")
+        else:
+            assert triton_backend.MISSING is None
 
 
 def test_every_row_of_the_table_has_tiles_for_every_call():

@@ -6,7 +6,6 @@ Triton itself is imported when the first call runs; `import sparge` does not nee
 from __future__ import annotations
 
 import os
-from importlib import metadata, util
 
 import torch
 
@@ -16,10 +15,9 @@ from ...host import Host
 from ...stages import PackedStages, Stages
 from .architectures import INTERPRETER, KINDS, Architecture, architecture_of
 from .cost import COST
+from .packages import installation, why_unusable
 
 NAME = "triton"
-OLDEST = (3, 6)
-"""What torch 2.10 requires, the oldest torch that sparge takes."""
 ENV_INTERPRET = "TRITON_INTERPRET"
 
 
@@ -37,22 +35,7 @@ def _packed() -> PackedStages:
 
 def why_missing() -> str | None:
     """Why Triton cannot be used, or None; it is not imported."""
-    if util.find_spec("triton") is None:
-        return "triton is not installed; it comes with torch for GPUs, or with pip install triton"
-    version = metadata.version("triton") if _has_metadata() else ""
-    numbers = tuple(int(x) for x in version.split(".")[:2] if x.isdigit())
-    if numbers and numbers < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        return f"triton {version} is too old; {needed} or newer is needed"
-    return None
-
-
-def _has_metadata() -> bool:
-    try:
-        metadata.version("triton")
-    except metadata.PackageNotFoundError:  # vendors' builds have names of their own
-        return False
-    return True
+    return why_unusable(installation())
 
 
 # Read once: a graph being traced then sees a constant.

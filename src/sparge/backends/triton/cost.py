@@ -8,7 +8,6 @@ precision takes a minute. No number of a tensor is read either.
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import metadata
 
 import torch
 
@@ -17,12 +16,12 @@ from ...blockplan import BlockPlan
 from ...call import Call
 from .. import cost_file
 from ..crossover import Crossover, decided_without_numbers
+from .packages import triton_version
 from .roofline import Card, card_of, roofline
 
 UNREAD_DENSITY = 0.75
 """What `KeepMass` is expected to keep of a long row. More than on the CPU (`MASS_DENSITY`), where a
 plan that keeps more goes dense after all: here the plan stays on the device, unread."""
-PACKAGES = ("triton", "triton-rocm", "triton-xpu", "pytorch-triton-rocm", "pytorch-triton-xpu")
 
 Where = tuple[str, int]
 """Type and index of a device."""
@@ -86,16 +85,6 @@ def key_of(card: Card) -> dict[str, str]:
         "triton": triton_version() or "none",
         "sparge": cost_file.sparge_version(),
     }
-
-
-def triton_version() -> str | None:
-    """Of the installed package, under any of its names; it is not imported."""
-    for name in PACKAGES:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 COST = GpuCost()
