@@ -15,6 +15,7 @@ from ...host import Host
 from ...stages import PackedStages, Stages
 from .architectures import INTERPRETER, KINDS, Architecture, architecture_of
 from .cost import COST
+from .grids import why_too_large
 from .packages import installation, why_unusable
 
 NAME = "triton"
@@ -62,7 +63,7 @@ def _refusal(host: Host, call: Call) -> str | None:
             f"{found.name} has no fp8 matrix instructions, which int8-fast needs (sm_89, gfx942 "
             "and newer have); use precision 'int8'"
         )
-    return None
+    return why_too_large(call, found.name)
 
 
 def _architecture_name(host: Host, call: Call) -> str:
