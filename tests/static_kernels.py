@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparge.backends.triton.launch import Launch
+from sparge.backends.triton.launch import COMMON, Launch
 from sparge.bench.static.checks import Intent, LoopIntent, check
 from sparge.bench.static.compile import compile_launch, specialize
 from sparge.bench.static.targets import TARGETS
@@ -48,7 +48,7 @@ def launch_of(n=4096, D=64, rows=64, cols=64, stride=None, **options):
         "ROWS": rows,
         "COLS": cols,
     }
-    return Launch(multiply, (1,), arguments, {"num_warps": 4, "num_stages": 3, **options})
+    return Launch(multiply, (1,), arguments, {**COMMON, "num_warps": 4, "num_stages": 3, **options})
 
 
 MEANT = Intent((LoopIntent("tiles", ("int8", "half"), ahead=2),))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...blockplan import BlockPlan, plan_from_lists
 from ...call import Call
 from ...qtensor import Operands, QTensor
-from ...recipe import KeepError
+from ...recipe import KeepError, Recipe
 from ...stages import Prepared
 from ...support.device_constants import constant
 from ...tokenmask import TokenMask
@@ -124,9 +124,8 @@ def _step_errors(
 
 
 def _exact_outputs(call: Call, prepared: OnDevice, tokens: TokenMask, rows: Tensor) -> Tensor:
-    own = replace(call, recipe=replace(call.recipe, precision="exact", skipped="drop"))
-    if call.recipe.pools:
-        own = replace(own, recipe=replace(own.recipe, pool_group=64))
+    recipe = replace(call.recipe, precision="exact", skipped="drop", pool_group=Recipe.pool_group)
+    own = replace(call, recipe=recipe)
     assert prepared.query is not None
     assert prepared.key is not None
     assert prepared.value is not None

@@ -16,14 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+COMMON = {"enable_fp_fusion": True}
+"""Of every launch. Products are fused with sums; Triton's own default changes with its version, and
+3.9 warns of that."""
+
 
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel.
 
-    arguments: by the names of the kernel's parameters, constants included. options: `num_warps`
-    and `num_stages`. touched: elements read or written of a tensor argument, where these are fewer
-    than it has.
+    arguments: by the names of the kernel's parameters, constants included. options: `COMMON`,
+    `num_warps` and `num_stages`. touched: elements read or written of a tensor argument, where
+    these are fewer than it has.
     """
 
     kernel: Any
@@ -77,6 +81,7 @@ def launch(
 ) -> None:
     """Launch `kernel[grid](**arguments)` on the device of its tensors. touched: as `Launch` has it,
     a mapping or None."""
+    options = {**COMMON, **options}
     watches = _watches.get()
     if watches:
         made = Launch(kernel, grid, arguments, options, touched or {})

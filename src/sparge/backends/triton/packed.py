@@ -7,6 +7,7 @@ sequences. Tables say to which sequence a block belongs and where the sequence l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -48,19 +49,24 @@ class Packed:
         """Groups of query blocks that one program takes: `(sequence, first block of it)`."""
         if not self or self.table is None:
             return None
-        made = [
-            (seq, first)
-            for seq, (start, stop) in enumerate(pairwise(self.cuts[0]))
-            for first in range(0, n_blocks(stop - start, BLOCK_Q), per_tile)
-        ]
-        return torch.tensor(made, dtype=torch.int32).to(self.table.device)
+        return _tiles(self.cuts[0], per_tile, self.table.device)
 
 
 NOT_PACKED = Packed()
+PACKS = 16
+"""Tables are kept for this many packs. A copy to the device waits for it; the layers of a model ask
+for the same pack one after another, and a captured graph finds its tables where they were."""
 
 
 def pack(cuts: tuple[list[int], list[int]], align: str, device: torch.device) -> Packed:
     """The tables of sequences cut at these rows; every sequence has queries and keys."""
+    return _pack((tuple(cuts[0]), tuple(cuts[1])), align, device)
+
+
+@lru_cache(maxsize=PACKS)
+def _pack(
+    cuts: tuple[tuple[int, ...], tuple[int, ...]], align: str, device: torch.device
+) -> Packed:
     rows: list[list[int]] = []
     of_q: list[int] = []
     of_k: list[int] = []
@@ -73,8 +79,20 @@ def pack(cuts: tuple[list[int], list[int]], align: str, device: torch.device) ->
         of_q += [seq] * n_q
         of_k += [seq] * n_k
         q_block, k_block, most_k = q_block + n_q, k_block + n_k, max(most_k, n_k)
-    table, of_q_block, of_k_block = (
-        torch.tensor(x, dtype=torch.int32).to(device) for x in (rows, of_q, of_k)
-    )
-    own = (tuple(cuts[0]), tuple(cuts[1]))
-    return Packed(len(rows), q_block, k_block, most_k, table, of_q_block, of_k_block, own, align)
+    table, of_q_block, of_k_block = (_copied(x, device) for x in (rows, of_q, of_k))
+    return Packed(len(rows), q_block, k_block, most_k, table, of_q_block, of_k_block, cuts, align)
+
+
+@lru_cache(maxsize=2 * PACKS)
+def _tiles(cuts: tuple[int, ...], per_tile: int, device: torch.device) -> Tensor:
+    made = [
+        [seq, first]
+        for seq, (start, stop) in enumerate(pairwise(cuts))
+        for first in range(0, n_blocks(stop - start, BLOCK_Q), per_tile)
+    ]
+    return _copied(made, device)
+
+
+def _copied(numbers: list[Any], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int32).to(device)

@@ -108,10 +108,9 @@ def specialize(launch: Launch, target: Target) -> Specialized:
 
     kernel, backend = launch.kernel, make_backend(target.gpu_target())
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    given = {"enable_fp_fusion": True, **launch.options}
-    bound, specialization, options = bind(**launch.arguments, **given)
+    bound, specialization, options = bind(**launch.arguments, **launch.options)
     parsed, signature, constants, attributes = kernel._pack_args(
-        backend, given, bound, specialization, options
+        backend, launch.options, bound, specialization, options
     )
     key = f"{kernel.cache_key} {compute_cache_key({}, specialization, options)}"
     return Specialized(parsed, signature, constants, attributes, key)
@@ -119,13 +118,17 @@ def specialize(launch: Launch, target: Target) -> Specialized:
 
 def compile_launch(launch: Launch, target: Target) -> Compiled:
     """Raises what the compiler raises."""
+    return read(build(launch, target), launch.name, target)
+
+
+def build(launch: Launch, target: Target) -> Any:
+    """The `CompiledKernel` of Triton's that a launch on this target would run."""
     import triton
     from triton.compiler import ASTSource
 
     how = specialize(launch, target)
     source = ASTSource(launch.kernel, how.signature, how.constants, how.attributes)
-    made = triton.compile(source, target=target.gpu_target(), options=how.options.__dict__)
-    return read(made, launch.name, target)
+    return triton.compile(source, target=target.gpu_target(), options=how.options.__dict__)
 
 
 def read(made: Any, kernel: str, target: Target) -> Compiled:
