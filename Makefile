@@ -83,8 +83,9 @@ bench: setup
 engines:
 	scripts/engines.sh
 
-# On a machine with a GPU: the conformance suite and the benchmark on the card, as build/gpu-check.json to share. In an
-# environment of its own, .venv-gpu; scripts/gpu_check.sh says how to choose the torch for AMD and Intel cards.
+# On a machine with a GPU: set-up, the conformance suite, the benchmark and what replaces the documentation's estimates,
+# as build/gpu-check.json to share. In an environment of its own, .venv-gpu; scripts/gpu_check.sh says how to choose the
+# torch for AMD and Intel cards, or another version of it.
 gpu-check:
 	scripts/gpu_check.sh
 
@@ -97,4 +98,4 @@ wheel: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check_wheel.sh
 
 clean:
-	rm -rf $(VENV) .venv-engines build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) .venv-engines .venv-gpu build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
