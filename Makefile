@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs lint format sanitize fuzz bench engines gpu-check wheel clean setup
+.PHONY: demo test docs lint format sanitize fuzz bench engines gpu-check resolve wheel clean setup
 
 setup: $(VENV)/.done
 
@@ -83,14 +83,19 @@ bench: setup
 engines:
 	scripts/engines.sh
 
-# On a machine with a GPU: the conformance suite and the benchmark on the card, as build/gpu-check.json to share. In an
-# environment of its own, .venv-gpu; scripts/gpu_check.sh says how to choose the torch for AMD and Intel cards.
+# On a machine with a GPU: set-up, the conformance suite, the benchmark and what replaces the documentation's estimates,
+# as build/gpu-check.json to share. In an environment of its own, .venv-gpu; scripts/gpu_check.sh says how to choose the
+# torch for AMD and Intel cards, or another version of it.
 gpu-check:
 	scripts/gpu_check.sh
+
+# Whether pip can install sparge[gpu] beside each torch that sparge takes; asks the registry, installs nothing.
+resolve:
+	scripts/resolve.sh
 
 # One wheel for every Python and torch, built in an environment of its own and tried in an empty one.
 wheel: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check_wheel.sh
 
 clean:
-	rm -rf $(VENV) .venv-engines build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) .venv-engines .venv-gpu build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -1,8 +1,20 @@
 """`python -m benchmarks.gpu_check`: the Triton backend on this machine's GPU, as one document.
 
-Runs the conformance suite on the card, calibrates (`sparge doctor --calibrate`), and measures it
-beside torch's SDPA, FlashAttention and FlexAttention (`sparge bench`). The document is written in
-any case; it has no benchmark if the suite fails. `make gpu-check` makes an environment first.
+Runs the conformance suite on the card, calibrates (`sparge doctor --calibrate`), measures it beside
+torch's SDPA, FlashAttention and FlexAttention (`sparge bench`), and measures what replaces each
+estimate of the documentation (gpu_estimates.py). The document is written in any case; it has no
+numbers if the suite fails. `make gpu-check` makes an environment first. Its fields:
+
+    format, dry_run    what the document is
+    machine, versions  where it ran; device, driver: of the GPU
+    suite              counts of the conformance suite, and what failed
+    doctor             what `sparge doctor --calibrate --json` prints
+    bench              the document of `sparge bench`
+    replaces           by page, heading and name: what the page says, and what was measured
+    passed             the suite is green, and everything was measured
+
+`--dry-run` needs no GPU: a few tests in Triton's interpreter, a tiny benchmark of the reference,
+and every measurement on a pretended card, where kernels are compiled and nothing is timed.
 """
 
 from __future__ import annotations
@@ -15,12 +27,19 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
+from benchmarks.gpu_estimates import replacements
+from benchmarks.gpu_rig import Rig
+from sparge.backends.crossover import Crossover
+from sparge.backends.triton.cost import COST
+from sparge.backends.triton.roofline import card_of, roofline
 from sparge.cli import BAD_RESULT, OK, Parser, exit_code
 from sparge.cli import main as sparge
 from sparge.cli.arguments import check_file
@@ -29,12 +48,20 @@ from sparge.report.machine import devices, where_it_runs
 from sparge.report.table import to_json
 from sparge.support.atomic_files import replace_file
 
-FORMAT = "sparge.gpu-check/1"
+FORMAT = "sparge.gpu-check/2"
 ROOT = Path(__file__).parent.parent
 OUTPUT = "build/gpu-check.json"
 SUITE = ("-p", "on_gpu", "-k", "triton-gpu", "tests")
 BENCH = ("--backends", "triton", "--heads", "16", "--lengths", "2048,8192,32768")
 QUICK = ("--backends", "triton", "--heads", "16", "--lengths", "2048,8192", "--head-dims", "128")
+LENGTH, HEADS = 32768, 16
+"""Of the calls that replace estimates."""
+DRY_SUITE = ("-k", "test_a_row_of_no_blocks_attends_nothing", "tests/test_attend.py")
+DRY_BENCH = (
+    *("--backends", "reference", "--lengths", "256", "--heads", "1", "--head-dims", "16"),
+    *("--repeat", "1", "--causal", "--contenders", "reference 40%"),
+)
+DRY_CARD = "sm_89"
 MOST_FAILURES = 50
 """Failed tests that are listed; one fault often fails hundreds."""
 
@@ -47,13 +74,18 @@ def run(argv: list[str]) -> int:
     parser = Parser(prog="python -m benchmarks.gpu_check", description=__doc__)
     parser.add_argument("--output", default=OUTPUT, metavar="FILE", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="a shorter benchmark")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU, all but the numbers")
     args = parser.parse_args(argv)
-    device = accelerator()
+    device = "cpu" if args.dry_run else accelerator()
     check_file(args.output)
-    document = check(device, suite=SUITE, bench=QUICK if args.quick else BENCH)
+    if args.dry_run:
+        document = dry_check()
+    else:
+        document = check(device, suite=SUITE, bench=QUICK if args.quick else BENCH)
     replace_file(args.output, f"{to_json(document)}\n".encode())
     verdict = "passed" if document["passed"] else "FAILED"
-    print(f"gpu-check {verdict}; please share {args.output}", file=sys.stderr)
+    share = "its numbers are pretended, in" if args.dry_run else "please share"
+    print(f"gpu-check {verdict}; {share} {args.output}", file=sys.stderr)
     return OK if document["passed"] else BAD_RESULT
 
 
@@ -70,29 +102,74 @@ def accelerator() -> str:
 def check(device: str, *, suite: Sequence[str], bench: Sequence[str]) -> dict[str, Any]:
     """suite: arguments of pytest. bench: arguments of `sparge bench`."""
     tested = run_suite(suite)
-    doctor, measured = None, None
+    doctor, measured, replaced = None, None, None
     if tested["passed"]:
         doctor = json_of(["doctor", "--calibrate", "--json"])
         measured = measure(["bench", "--device", device, *bench])
+    if measured is not None:
+        replaced = replacements(rig_on(device, tested, measured))
+    return document_of(device, tested, doctor, measured, replaced)
+
+
+def dry_check() -> dict[str, Any]:
+    """The same steps without a card: what each of them finds is pretended, and says so."""
+    tested = run_suite(DRY_SUITE, TRITON_INTERPRET="1")
+    doctor = json_of(["doctor", "--json"])
+    measured = measure(["bench", "--device", "cpu", *DRY_BENCH])
+    sys.path.insert(0, str(ROOT / "tests"))
+    cards, driver = map(import_module, ("pretended_card", "pretended_driver"))
+    with driver.pretended(cards.CARDS[DRY_CARD], refuses=False):
+        rig = replace(rig_on("cuda", tested, measured or {"rows": []}), length=512, heads=2)
+        replaced = replacements(replace(rig, measured=None, dry=True))
+    return document_of("cpu", tested, doctor, measured, replaced) | {"dry_run": True}
+
+
+def rig_on(device: str, suite: dict[str, Any], bench: dict[str, Any]) -> Rig:
+    index = torch.get_device_module(device).current_device()
+    card = card_of(device, index)
+    estimated, measured = roofline(card), COST.crossover(device, index)
+    return Rig(
+        f"{device}:{index}",
+        card,
+        LENGTH,
+        HEADS,
+        measured if isinstance(measured, Crossover) and measured.measured else None,
+        estimated if isinstance(estimated, Crossover) else None,
+        suite,
+        bench["rows"],
+    )
+
+
+def document_of(
+    device: str,
+    suite: dict[str, Any],
+    doctor: dict[str, Any] | None,
+    bench: dict[str, Any] | None,
+    replaced: dict[str, dict[str, Any]] | None,
+) -> dict[str, Any]:
+    whole = replaced is not None and not any("failure" in entry for entry in replaced.values())
     return {
         "format": FORMAT,
+        "dry_run": False,
         **where_it_runs(),
         "device": device,
         "driver": driver(device),
-        "suite": tested,
+        "suite": suite,
         "doctor": doctor,
-        "bench": measured,
-        "passed": measured is not None,
+        "bench": bench,
+        "replaces": replaced,
+        "passed": suite["passed"] and bench is not None and whole,
     }
 
 
-def run_suite(arguments: Sequence[str]) -> dict[str, Any]:
+def run_suite(arguments: Sequence[str], **variables: str) -> dict[str, Any]:
     """Counts of a pytest run, and what failed. Its output goes to stderr."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "suite.xml")
         command = [sys.executable, "-m", "pytest", "-q", "--no-cov", f"--junitxml={report}"]
         paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment |= variables
         done = subprocess.run(
             [*command, *arguments], cwd=ROOT, env=environment, stdout=sys.stderr.fileno()
         )

@@ -1,7 +1,7 @@
 """Triton's CPU interpreter, made to compute what a GPU computes; for tests alone.
 
-Stock Triton 3.9 is silently wrong here (https://github.com/triton-lang/triton/issues/11584, 4972,
-8322), or more exact than a GPU, which hides a kernel's errors:
+Stock Triton 3.6 to 3.9 is silently wrong here (https://github.com/triton-lang/triton/issues/11584,
+4972, 8322), or more exact than a GPU, which hides a kernel's errors:
 
     casts        to bf16 truncated, to fp8 without carry; fp8 infinities and NaN lost
     arithmetic   on the bits of bf16 as if they were integers; so are its reductions and `tl.dot`
@@ -10,11 +10,18 @@ Stock Triton 3.9 is silently wrong here (https://github.com/triton-lang/triton/i
     tl.sum       of 16-bit numbers rounded once; the compiled tree rounds after each addition
     addresses    outside of the tensors read and written
 
+and up to 3.8, whose compilers are right:
+
+    extremes     `tl.minimum`, `tl.maximum` and `tl.clamp` keep NaN that a GPU drops unless told to
+    flags        added as if by `or`; flags that are arguments are 32-bit integers
+    types        no constants of bf16, no fp8 of AMD
+
 `install()` repairs these for the process, and `coarse_accumulation()` imitates the fp8 accumulators
 of tensor cores. Errors inside a kernel are raised as they are, not as an `InterpreterError`.
 
-Not covered: rounding toward zero, fp8e4b15 and bf16 atomics (refused); `tl.dot_scaled` and NaN
-padding of descriptors (stock); the order of sums, races, and what the compiler rejects or rewrites.
+Not covered: rounding toward zero, fp8e4b15, bf16 atomics and before 3.9 `tl.fma` of wide types
+(refused); `tl.dot_scaled` and NaN padding of descriptors (stock); the order of sums, races, and
+what the compiler rejects or rewrites.
 """
 
 from __future__ import annotations
@@ -28,7 +35,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir
@@ -43,18 +49,13 @@ from triton.runtime.interpreter import (
 )
 
 from interpreter_bounds import begin_launch, check_addresses, forget_argument, remember_argument
+from interpreter_numbers import NARROW, encode, is_narrow, rounded, rounded_to_tf32, widen
 
-CHECKED = "3.9."
+CHECKED = ("3.6", "3.7", "3.8", "3.9")
 """Versions of Triton whose internals the repairs were written against."""
 
-NARROW = {
-    tl.bfloat16: torch.bfloat16,
-    tl.float8e4nv: torch.float8_e4m3fn,
-    tl.float8e5: torch.float8_e5m2,
-    tl.float8e4b8: torch.float8_e4m3fnuz,
-    tl.float8e5b16: torch.float8_e5m2fnuz,
-}
-"""Types that numpy lacks: the interpreter holds their bits in unsigned integers."""
+ROUNDS_ONCE = not triton.__version__.startswith(CHECKED[:3])
+"""Whether stock `tl.fma` rounds once, as the instruction does."""
 
 MMA_K = 32
 """Products of one fp8 instruction of a tensor core."""
@@ -69,23 +70,24 @@ def install() -> None:
     global _installed
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("TRITON_INTERPRET must be 1, or kernels are compiled, not interpreted")
-    if not triton.__version__.startswith(CHECKED):
+    if ".".join(triton.__version__.split(".")[:2]) not in CHECKED:
         raise RuntimeError(
-            f"triton must be {CHECKED}x, got {triton.__version__}; read its interpreter.py, check "
-            "what tests/interpreter.py repairs, and change CHECKED"
+            f"triton must be one of {', '.join(CHECKED)}, got {triton.__version__}; read its "
+            "interpreter.py, check what tests/interpreter.py repairs, and change CHECKED"
         )
     if not isinstance(tl.max, InterpretedFunction):
         raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set; set it earlier")
     if _installed:
         return
     for owner, name, repair in _repairs:
-        setattr(owner, name, _bound(repair, getattr(owner, name)))
+        setattr(owner, name, _bound(repair, getattr(owner, name, None)))
     triton.knobs.compilation.front_end_debugging = True  # raises errors of kernels as they are
     _installed = True
 
 
 def repairs(owner: Any, *names: str) -> Callable[..., Any]:
-    """`repair(stock, ...)` replaces these functions of the interpreter; `stock` is the old one."""
+    """`repair(stock, ...)` replaces these functions of the interpreter; `stock` is the old one,
+    None where a version of Triton lacks it."""
 
     def register(repair: Callable[..., Any]) -> Callable[..., Any]:
         _repairs.extend((owner, name, repair) for name in names)
@@ -94,8 +96,8 @@ def repairs(owner: Any, *names: str) -> Callable[..., Any]:
     return register
 
 
-def _bound(repair: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
+def _bound(repair: Callable[..., Any], stock: Callable[..., Any] | None) -> Callable[..., Any]:
+    @wraps(stock or repair)
     def repaired(*args: Any, **kwargs: Any) -> Any:
         return repair(stock, *args, **kwargs)
 
@@ -105,52 +107,9 @@ def _bound(repair: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..
 # --- numbers ------------------------------------------------------------------------------------
 
 
-def is_narrow(x: TensorHandle) -> bool:
-    """Whether the data are bits of a narrow type."""
-    return x.dtype.scalar in NARROW and x.data.dtype in (np.uint8, np.uint16)
-
-
-def decode(bits: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """The numbers of narrow bits in fp32: exact."""
-    signed = np.array(bits).view(np.int8 if bits.itemsize == 1 else np.int16)
-    return torch.from_numpy(signed).view(NARROW[dtype]).float().numpy()
-
-
-def encode(x: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """The bits of the nearest narrow numbers, ties to even. fp8 saturates, infinities too, as
-    `cvt.rn.satfinite` does; NaN stays NaN."""
-    wide = torch.from_numpy(_fp32_for_rounding(np.asarray(x)))
-    if dtype.is_fp8():
-        most = torch.finfo(NARROW[dtype]).max
-        wide = wide.clamp(-most, most)
-    narrow = wide.to(NARROW[dtype])
-    if narrow.element_size() == 1:
-        return narrow.view(torch.uint8).numpy()
-    return narrow.view(torch.int16).numpy().view(np.uint16)
-
-
-def _fp32_for_rounding(x: np.ndarray) -> np.ndarray:
-    """A copy in fp32 that rounds to a narrower type as `x` does: what does not fit is rounded to
-    an odd mantissa, which no later tie mistakes for a number halfway between two."""
-    if x.dtype in (np.float32, np.float16, np.bool_, np.int8, np.uint8, np.int16, np.uint16):
-        return x.astype(np.float32)
-    x = x.astype(np.float64)
-    near = x.astype(np.float32)
-    even = (near.view(np.uint32) & 1) == 0
-    inexact = np.isfinite(x) & (near.astype(np.float64) != x)
-    toward = np.where(near < x, np.float32(np.inf), np.float32(-np.inf))
-    return np.where(inexact & even, np.nextafter(near, toward), near)
-
-
-def widen(x: TensorHandle) -> TensorHandle:
-    return TensorHandle(decode(x.data, x.dtype.scalar), tl.float32) if is_narrow(x) else x
-
-
-def rounded(x: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """fp32 numbers rounded to a 16-bit or 8-bit type, still held in fp32."""
-    if dtype == tl.float16:
-        return x.astype(np.float16).astype(np.float32)
-    return decode(encode(x, dtype), dtype)
+@repairs(InterpreterBuilder, "get_bf16")
+def _bf16_constant(stock: Any, self: Any, value: float) -> TensorHandle:
+    return TensorHandle(encode(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
 
 
 @repairs(InterpreterBuilder, "cast_impl")
@@ -175,14 +134,36 @@ def _cast_float(
 # --- arithmetic ---------------------------------------------------------------------------------
 
 
-@repairs(InterpreterBuilder, "binary_op", "unary_op", "create_clampf")
+@repairs(InterpreterBuilder, "create_minnumf")
+def _minimum(stock: Any, self: Any, x: TensorHandle, y: TensorHandle) -> TensorHandle:
+    return self.binary_op(x, y, np.fmin)
+
+
+@repairs(InterpreterBuilder, "create_maxnumf")
+def _maximum(stock: Any, self: Any, x: TensorHandle, y: TensorHandle) -> TensorHandle:
+    return self.binary_op(x, y, np.fmax)
+
+
+@repairs(InterpreterBuilder, "create_clampf")
+def _clamp(
+    stock: Any, self: Any, x: TensorHandle, low: TensorHandle, high: TensorHandle, nan: Any
+) -> TensorHandle:
+    if nan == ir.PROPAGATE_NAN.NONE:
+        return self.binary_op(self.binary_op(x, low, np.fmax), high, np.fmin)
+    return self.binary_op(self.binary_op(x, low, np.maximum), high, np.minimum)
+
+
+@repairs(InterpreterBuilder, "binary_op", "unary_op")
 def _wide(stock: Any, self: Any, x: TensorHandle, *rest: Any) -> TensorHandle:
     """In fp32, rounded to the type. For + - * / and square roots of bf16 that is the number an
     instruction with one rounding gives: fp32 has more than twice the digits.
 
     Comparisons are int1. Stock tags them with the type of their operands, and a scalar one becomes
-    an integer, or bits of bf16, where it meets a tensor."""
+    an integer, or bits of bf16, where it meets a tensor. Sums of flags wrap around."""
     others = tuple(widen(y) if isinstance(y, TensorHandle) else y for y in rest)
+    if all(v.data.dtype == np.bool_ for v in (x, *others) if isinstance(v, TensorHandle)):
+        bits = (TensorHandle(v.data.astype(np.int8), tl.int8) for v in (x, *others[:-1]))
+        return TensorHandle((stock(self, *bits, others[-1]).data & 1).astype(np.bool_), tl.int1)
     found = stock(self, widen(x), *others)
     if found.data.dtype == np.bool_:
         return TensorHandle(found.data, tl.int1)
@@ -194,6 +175,8 @@ def _wide(stock: Any, self: Any, x: TensorHandle, *rest: Any) -> TensorHandle:
 @repairs(InterpreterBuilder, "create_fma")
 def _fma(stock: Any, self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
     """Rounded once: product and sum of bf16 are exact in fp64, or far from a tie."""
+    if not is_narrow(z) and not ROUNDS_ONCE:
+        raise NotImplementedError(f"tl.fma of {z.dtype} rounds twice in this Triton's interpreter")
     if not is_narrow(z):
         return stock(self, x, y, z)
     a, b, c = (widen(v).data.astype(np.float64) for v in (x, y, z))
@@ -301,7 +284,7 @@ def _dot(
 def _factor(x: TensorHandle, precision: Any) -> np.ndarray:
     """One operand in fp32, as the tensor cores read it."""
     if x.data.dtype == np.float32 and precision == ir.INPUT_PRECISION.TF32:
-        return stock_interpreter._round_f32_to_tf32(x.data)
+        return rounded_to_tf32(x.data)
     return widen(x).data.astype(np.float32)
 
 
@@ -359,6 +342,8 @@ def _note_names(stock: Any, self: Any, args: Any, kwargs: Any) -> Any:
 
 @repairs(stock_interpreter, "_implicit_cvt")
 def _convert_argument(stock: Any, x: Any) -> Any:
+    if isinstance(x, bool):
+        return tl.tensor(TensorHandle(np.array([x]), tl.int1), tl.int1)
     converted = stock(x)
     if hasattr(x, "data_ptr"):
         remember_argument(converted.handle, stock_interpreter._unwrap_tensor(x), x)
@@ -374,7 +359,14 @@ def _launch(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @repairs(stock_interpreter, "_patch_lang")
 def _patch_language(stock: Any, fn: Any) -> Any:
     """All of the language at a launch, whatever the kernel imports: then nested calls need not."""
-    return stock(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    scope = stock(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    # numpy no longer takes arrays of one element for numbers, which 3.6 relies on.
+    scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+    to_ir = tl.dtype.to_ir
+    scope.set_attr(
+        tl.dtype, "to_ir", lambda self, builder: self if self in NARROW else to_ir(self, builder)
+    )
+    return scope
 
 
 @repairs(InterpretedFunction, "__call__")

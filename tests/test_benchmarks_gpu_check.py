@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, gpu_estimates, gpu_rig
+from benchmarks.gpu_estimates import ESTIMATES
+from benchmarks.gpu_rig import Rig
 from gpus import pretend, properties
+from sparge.backends.triton.roofline import DENSE_SHARE, OUR_SHARE, Card, roofline
 from sparge.cli.bench_command import FORMAT as BENCH_FORMAT
+from sparge.recipe import PRECISIONS
+from static_runs import needs_triton
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
@@ -82,6 +90,31 @@ def test_what_the_suite_reports(text, passed, failed):
     assert (found["passed"], found["failed"]) == (passed, failed)
 
 
+@needs_triton
+def test_a_dry_run_goes_through_every_step_without_a_gpu(tmp_path):
+    target = tmp_path / "dry.json"
+    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [SCRIPT, "--dry-run", "--output", target],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**env, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"its numbers are pretended, in {target}" in done.stderr
+    found = json.loads(target.read_text())
+    assert (found["format"], found["dry_run"], found["passed"]) == (gpu_check.FORMAT, True, True)
+    assert (found["suite"]["tests"], found["suite"]["passed"]) == (1, True)
+    assert list(found["replaces"]) == [estimate.key for estimate in ESTIMATES]
+    measured = {key.partition(": ")[2]: x["measured"] for key, x in found["replaces"].items()}
+    assert measured["launches"] == {"ours": None, "dense": None}
+    assert measured["call"]["launches"] == 7
+    assert measured["machine code"]["128"]["shared_bytes"] > 0
+    assert measured["not run yet"]["architecture"] == gpu_check.DRY_CARD
+    assert not any("failure" in entry for entry in found["replaces"].values())
+
+
 @pytest.mark.usefixtures("piped")
 def test_the_document(monkeypatch, capfd, tmp_path):
     """The whole check on the processor: real tests, and a real benchmark of the reference."""
@@ -90,6 +123,8 @@ def test_the_document(monkeypatch, capfd, tmp_path):
     small = "--backends reference --lengths 256 --heads 1 --head-dims 16 --repeat 1 --causal"
     monkeypatch.setattr(gpu_check, "QUICK", (*small.split(), "--contenders", "reference 40%"))
     monkeypatch.setattr(gpu_check, "json_of", lambda argv: {"argv": argv})
+    monkeypatch.setattr(gpu_check, "rig_on", lambda *facts: facts)
+    monkeypatch.setattr(gpu_check, "replacements", lambda rig: {"docs: one": {"measured": 1}})
     target = tmp_path / "gpu.json"
     assert gpu_check.main(["--quick", "--output", str(target)]) == 0
     assert f"gpu-check passed; please share {target}" in capfd.readouterr().err
@@ -99,6 +134,7 @@ def test_the_document(monkeypatch, capfd, tmp_path):
     assert {"versions", "machine", "date", "driver", "doctor"} <= set(found)
     assert set(found["driver"]) == {"version", "cuda", "hip", "xpu"}
     assert found["bench"]["format"] == BENCH_FORMAT
+    assert (found["dry_run"], found["replaces"]) == (False, {"docs: one": {"measured": 1}})
     for row in found["bench"]["rows"]:
         assert {"density", "error", "ratio", "seconds"} <= set(row)
 
@@ -113,6 +149,79 @@ def test_no_numbers_if_the_suite_is_red(monkeypatch, capsys, tmp_path):
     found = json.loads(target.read_text())
     assert (found["passed"], found["bench"], found["suite"]) == (False, None, red)
     assert "gpu-check FAILED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES, ids=lambda estimate: estimate.name)
+def test_each_estimate_is_in_the_documentation(estimate):
+    """A page that no longer says it needs no number to replace it."""
+    file, _, anchor = estimate.where.partition("#")
+    parts = re.split(r"^#+ (.*)$", (ROOT / file).read_text(), flags=re.MULTILINE)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    named = [text for heading, text in sections.items() if slug(heading) == anchor]
+    assert len(named) == 1
+    assert estimate.says in " ".join(named[0].split())
+
+
+def slug(heading):
+    return re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
+
+
+def a_rig(**facts):
+    known = {"measured": None, "estimated": None, "suite": {}, "bench": [], **facts}
+    return Rig("cuda:0", Card("A card", "sm_89", 100, 2e9, 1e12), 1024, 2, **known)
+
+
+def test_shares_explain_what_was_measured():
+    """Twice the estimated seconds for a pair are half of the assumed share."""
+    card = Card("A card", "sm_89", 100, 2e9, 1e12)
+    estimated = roofline(card)
+    twice = {
+        name: replace(cost, element=2 * cost.element) for name, cost in estimated.costs.items()
+    }
+    measured = replace(estimated, costs=twice, measured=True, took=70.0)
+    rig = a_rig(estimated=estimated, measured=measured)
+    assert gpu_estimates.dense_share(rig) == {D: pytest.approx(DENSE_SHARE / 2) for D in (64, 128)}
+    found = gpu_estimates.our_share(rig)
+    assert found == {way: pytest.approx(OUR_SHARE / 2) for way in PRECISIONS}
+    assert gpu_estimates.calibration(rig) == 70.0
+    assert len(gpu_estimates.break_even(rig)) == 6
+    assert gpu_estimates.our_share(a_rig()) == dict.fromkeys(PRECISIONS)
+
+
+def test_where_sparse_attention_begins_to_be_faster(monkeypatch):
+    card = Card("A card", "sm_89", 100, 2e9, 1e12)
+    cheap = replace(roofline(card), measured=True)
+    element = torch.empty((), dtype=torch.bfloat16)
+    monkeypatch.setattr(gpu_estimates.torch, "empty", lambda *shape, **named: element)
+    fewest = gpu_estimates.sparse_from(a_rig(measured=cheap))
+    assert fewest in gpu_estimates.LENGTHS
+    dear = {name: replace(x, element=1.0) for name, x in cheap.costs.items() if "int8" in name}
+    never = replace(cheap, costs={**cheap.costs, **dear})
+    assert gpu_estimates.sparse_from(a_rig(measured=never)) is None
+
+
+def test_seconds_are_the_median_of_several_runs():
+    runs = []
+    rig = replace(a_rig(), device="cpu")
+    assert rig.seconds(lambda: runs.append(1)) > 0
+    assert len(runs) == 1 + gpu_rig.REPEAT
+    assert replace(rig, dry=True).seconds(lambda: runs.append(1)) is None
+    assert gpu_rig.ratio(3.0, 2.0) == 1.5
+    assert gpu_rig.ratio(None, 2.0) is gpu_rig.ratio(1.0, None) is gpu_rig.ratio(1.0, 0.0) is None
+
+
+def test_a_measurement_that_fails_leaves_the_others(monkeypatch):
+    def fail(rig):
+        raise RuntimeError("no such card")
+
+    one, other = ESTIMATES[0], ESTIMATES[-1]
+    monkeypatch.setattr(gpu_estimates, "ESTIMATES", (replace(one, measure=fail), other))
+    suite = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0) | {"passed": True}
+    found = gpu_estimates.replacements(a_rig(suite=suite))
+    assert found[one.key]["failure"] == "RuntimeError: no such card"
+    assert found[other.key]["measured"]["card"] == "A card"
+    document = gpu_check.document_of("cpu", suite, None, {}, found)
+    assert not document["passed"]
 
 
 def test_what_a_command_prints_is_read():

@@ -16,6 +16,8 @@ from sparge import Recipe
 from sparge.backends.cpu.crossover import BUILT_IN
 from sparge.backends.triton import calibrate
 from sparge.backends.triton.cost import key_of
+from sparge.backends.triton.first_launch import Machine
+from sparge.backends.triton.packages import Installation
 from sparge.backends.triton.roofline import card_of
 from sparge.dispatch import backends
 from sparge.report import machine
@@ -126,7 +128,8 @@ def test_doctor_without_a_gpu_says_how_the_kernels_were_verified(doctor, monkeyp
     assert found["cards"] == []
     words = "no device: verified by interpreter and ahead-of-time compilation, see docs/backends.md"
     assert words in text
-    monkeypatch.setattr("sparge.report.gpu_status.triton_version", lambda: None)
+    nothing = Installation(False, {}, "Linux", "", "")
+    monkeypatch.setattr("sparge.report.gpu_status.installation", lambda: nothing)
     assert f"triton is not installed; {words}" in doctor()[1]
 
 
@@ -145,6 +148,32 @@ def test_doctor_shows_each_card(doctor, monkeypatch):
         "dense from",
     ):
         assert words in text
+
+
+def test_doctor_names_what_a_first_launch_lacks(doctor, monkeypatch, tmp_path):
+    """A slim container: a card, torch and Triton, and nothing to compile a launcher with."""
+    pretend(monkeypatch, properties())
+    slim = Machine("cuda", {"PATH": "", "HOME": str(tmp_path)}, tmp_path, tmp_path, libraries=())
+    monkeypatch.setattr("sparge.report.gpu_status.this_machine", lambda: slim)
+    two = Installation(True, {"triton": "3.9.0", "triton-rocm": "3.7.1"}, "Linux", "cuda", "")
+    monkeypatch.setattr("sparge.report.gpu_status.installation", lambda: two)
+    found, text = doctor()
+    names = [need["name"] for need in found["first_launch"] if need["found"] is None]
+    assert names == [
+        "driver (libcuda.so.1)",
+        "C compiler",
+        "Python headers",
+        "ptxas",
+        "ptxas-blackwell",
+    ]
+    for words in (
+        "C compiler: not found; apt-get install gcc, or set CC",
+        "Python headers: not found; apt-get install python3-dev",
+        "first launch has cache directory",
+        "triton 3.9.0 and triton-rocm 3.7.1 are installed, whose files are the same",
+    ):
+        assert words in text
+    assert (found["triton"], found["packages"]) == ("3.9.0", two.found)
 
 
 def test_doctor_on_a_card_that_is_not_known(doctor, monkeypatch):

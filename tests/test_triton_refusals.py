@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ import sparge
 from calls import a_call, tensors
 from sparge import Recipe, Unsupported
 from sparge.backends.triton import architectures
+from sparge.backends.triton.grids import why_too_large, why_too_many
+from sparge.backends.triton.packages import Installation
 from sparge.dispatch import choose
 from sparge.host import Device, Host
+from static_runs import needs_triton
 
 triton_backend = importlib.import_module("sparge.backends.triton")
 
@@ -82,15 +87,67 @@ def test_float64_is_left_to_the_reference(pretend):
 
 def test_a_missing_or_old_triton_is_named(pretend, monkeypatch):
     pretend("sm_90")
-    for version, reason in (
-        (None, "triton is not installed"),
-        ("3.1.0", "triton 3.1.0 is too old; 3.4 or newer is needed"),
+    for found, reason in (
+        ({}, "triton is not installed; torch requires triton==3.7.1: pip install 'triton==3.7.1'"),
+        ({"triton": "3.1.0"}, "triton 3.1.0 is too old; 3.6 or newer is needed"),
+        ({"triton-rocm": "3.4.0"}, "triton-rocm 3.4.0 is too old; 3.6 or newer is needed"),
+        ({"triton": "3.6.0"}, ""),
+        ({"triton-windows": "3.6.0.post25"}, ""),
     ):
-        spec = None if version is None else object()
-        monkeypatch.setattr(triton_backend.util, "find_spec", lambda name, spec=spec: spec)
-        monkeypatch.setattr(triton_backend.metadata, "version", lambda name, v=version: v)
+        there = Installation(bool(found), found, "Linux", "cuda", "triton==3.7.1")
+        monkeypatch.setattr(triton_backend, "installation", lambda there=there: there)
         monkeypatch.setattr(triton_backend, "MISSING", triton_backend.why_missing())
-        assert reason in why(device="cuda")
+        if reason:
+            assert reason in why(device="cuda")
+        else:
+            assert triton_backend.MISSING is None
+
+
+@pytest.mark.parametrize(
+    "largest, facts, words",
+    [
+        ({"B": 65_535}, {"B": 65_536}, "at most 65,535 batch entries, and the call has 65,536"),
+        ({"Hq": 65_535}, {"Hq": 65_536}, "query heads"),
+        ({"Lq": 2**35 - 128}, {"Lq": 2**35}, "programs for the query blocks"),
+        ({"Lk": 2**37 - 64}, {"Lk": 2**37}, "key blocks"),
+        (
+            {"Lq": 65_535 * 128, "has_mask": True},
+            {"Lq": 65_535 * 128 + 1, "has_mask": True},
+            "at most 65,535 query blocks under a mask, and the call has 65,536; split the queries",
+        ),
+        (
+            {"B": 255, "Hq": 257, "has_mask": True},
+            {"B": 256, "Hq": 256, "has_mask": True},
+            "heads of a mask in all batch entries",
+        ),
+    ],
+)
+def test_grids_beyond_the_limit_are_refused(pretend, largest, facts, words):
+    pretend("sm_90")
+    call = a_call(device="cuda")
+    fits = replace(call, **{"Hq": 1, "Hk": 1, **largest})
+    assert choose(fits, "triton").backend == "triton"
+    with pytest.raises(Unsupported) as caught:
+        choose(replace(call, **{"Hq": 1, "Hk": 1, **facts}), "triton")
+    assert words in caught.value.reasons["triton"]
+
+
+def test_grids_of_amd_cards_count_threads(pretend):
+    pretend("gfx942")
+    call = replace(a_call(device="cuda"), Lq=2**27)
+    assert "programs for the query blocks" in why_too_large(call, "gfx942")
+    assert why_too_large(replace(call, Lq=2**27 - 128), "gfx942") is None
+    assert why_too_large(call, "sm_90") is None
+
+
+@needs_triton
+def test_packs_beyond_the_limit_are_refused():
+    assert why_too_many(65_535) is None
+    assert "at most 65,535 packed sequences, got 65,536; split the pack" in why_too_many(65_536)
+    stages = triton_backend.TRITON_BACKEND.packed()
+    cuts = list(range(65_537))
+    with pytest.raises(Unsupported, match="cannot attend this pack"):
+        stages.attend_packed(a_call(), None, (cuts, cuts), "top_left", nullcontext)
 
 
 def test_every_row_of_the_table_has_tiles_for_every_call():

@@ -6,6 +6,7 @@ from typing import Any as _Any
 from .accuracy import output_error
 from .api import attend, attention, explain, make_plan, sampled_error
 from .backend import FixedCost
+from .backends.triton.warm import warm
 from .blockplan import BlockPlan
 from .dispatch import Backend, Choice, register_backend
 from .errors import Unsupported
@@ -51,6 +52,7 @@ __all__ = [
     "record",
     "register_backend",
     "sampled_error",
+    "warm",
 ]
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": "run real models, dense and sparse, and write a page: a long document, or --vision",
     "doctor": "show this machine, its backends, and run a self-check",
     "explain": "show which backend a call would use, and why the others would not serve it",
+    "warm": "compile the GPU kernels of a model's attention ahead of its first call",
     "eval": "measure a model, dense and sparse: a language model, a pipeline, a module of the zoo",
     "trace": "save a model's queries, keys and values on real inputs, for tuning elsewhere",
     "tune": "find settings for every head under error bounds or a budget of the output",

@@ -12,7 +12,9 @@ from ..backends import cost_file as cache
 from ..backends.crossover import Crossover, names
 from ..backends.triton import NAME, calibrate
 from ..backends.triton.architectures import architecture_of
-from ..backends.triton.cost import COST, key_of, triton_version
+from ..backends.triton.cost import COST, key_of
+from ..backends.triton.first_launch import needs, this_machine
+from ..backends.triton.packages import clash, installation
 from ..backends.triton.roofline import card_of
 from ..dispatch import get_backend
 from .crossover_status import cost_file_path, crossover_rows
@@ -22,8 +24,10 @@ CALIBRATE = "`sparge doctor --calibrate` measures it, the first long call its ow
 
 
 def gpu_status(*, measure: bool) -> dict[str, Any]:
-    """triton: its version, or None. cards: one entry for each kind of card; of several equal ones
-    the first is looked at, and calibrated if `measure`."""
+    """triton: its version, or None. packages: version by name of distribution; `clash` says which
+    overwrite each other. first_launch: what Triton needs beside itself, each found or with a way
+    out; empty for a torch without GPU support. cards: one entry for each kind of card; of several
+    equal ones the first is looked at, and calibrated if `measure`."""
     cards: dict[tuple[str, ...], dict[str, Any]] = {}
     for kind, index in _each_device():
         card = card_of(kind, index)
@@ -36,7 +40,14 @@ def gpu_status(*, measure: bool) -> dict[str, Any]:
         if "cost" not in known:
             known["launch"] = _launch(kind, index)
             known["cost"] = _measured_now(kind, index) if measure else _cached(kind, index, key)
-    return {"triton": triton_version(), "cards": list(cards.values())}
+    packages = installation()
+    return {
+        "triton": packages.version,
+        "packages": packages.found,
+        "clash": clash(packages),
+        "first_launch": [asdict(need) for need in needs(this_machine())],
+        "cards": list(cards.values()),
+    }
 
 
 def _each_device() -> Iterator[tuple[str, int]]:
@@ -91,11 +102,11 @@ def _cost(
 
 def gpu_lines(status: dict[str, Any]) -> dict[str, str]:
     """The status as text, by heading."""
-    version = status["triton"]
-    triton = f"triton {version} installed" if version else "triton is not installed"
-    if not status["cards"]:
-        return {"gpu": f"{triton}; no device: {VERIFIED}"}
+    named = " and ".join(f"{name} {version}" for name, version in status["packages"].items())
+    triton = f"{named} installed" if named else "triton is not installed"
     lines = {}
+    if not status["cards"]:
+        lines["gpu"] = f"{triton}; no device: {VERIFIED}"
     for card in status["cards"]:
         heading = f"gpu {', '.join(map(str, card['indices']))}"
         lines[heading] = f"{card['name']} ({card['architecture']}); {triton}"
@@ -103,7 +114,17 @@ def gpu_lines(status: dict[str, Any]) -> dict[str, str]:
         lines[f"{heading}, crossover"] = _cost_text(card["cost"])
         if card["cost"]["failure"]:
             lines[f"{heading}, failed"] = card["cost"]["failure"]
-    return lines
+    if status["clash"]:
+        lines["triton, clash"] = status["clash"]
+    return lines | _first_launch_lines(status["first_launch"])
+
+
+def _first_launch_lines(needs: list[dict[str, Any]]) -> dict[str, str]:
+    """What is there on one line, and each thing that is missing on one of its own."""
+    there = [f"{need['name']} {need['found']}" for need in needs if need["found"]]
+    lost = [f"{need['name']}: not found; {need['way_out']}" for need in needs if not need["found"]]
+    lines = {"first launch has": "; ".join(there)} if there else {}
+    return lines | {f"first launch needs {i}": text for i, text in enumerate(lost, 1)}
 
 
 def _launch_text(launch: dict[str, Any] | str) -> str:

@@ -6,7 +6,6 @@ Triton itself is imported when the first call runs; `import sparge` does not nee
 from __future__ import annotations
 
 import os
-from importlib import metadata, util
 
 import torch
 
@@ -16,9 +15,10 @@ from ...host import Host
 from ...stages import PackedStages, Stages
 from .architectures import INTERPRETER, KINDS, Architecture, architecture_of
 from .cost import COST
+from .grids import why_too_large
+from .packages import installation, why_unusable
 
 NAME = "triton"
-OLDEST = (3, 4)
 ENV_INTERPRET = "TRITON_INTERPRET"
 
 
@@ -36,22 +36,7 @@ def _packed() -> PackedStages:
 
 def why_missing() -> str | None:
     """Why Triton cannot be used, or None; it is not imported."""
-    if util.find_spec("triton") is None:
-        return "triton is not installed; it comes with torch for GPUs, or with pip install triton"
-    version = metadata.version("triton") if _has_metadata() else ""
-    numbers = tuple(int(x) for x in version.split(".")[:2] if x.isdigit())
-    if numbers and numbers < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        return f"triton {version} is too old; {needed} or newer is needed"
-    return None
-
-
-def _has_metadata() -> bool:
-    try:
-        metadata.version("triton")
-    except metadata.PackageNotFoundError:  # vendors' builds have names of their own
-        return False
-    return True
+    return why_unusable(installation())
 
 
 # Read once: a graph being traced then sees a constant.
@@ -78,7 +63,7 @@ def _refusal(host: Host, call: Call) -> str | None:
             f"{found.name} has no fp8 matrix instructions, which int8-fast needs (sm_89, gfx942 "
             "and newer have); use precision 'int8'"
         )
-    return None
+    return why_too_large(call, found.name)
 
 
 def _architecture_name(host: Host, call: Call) -> str:

@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from .. import cost_file
 from ..crossover import Crossover, costs_of, decided_without_numbers
 from ..measure_apart import calibration_allowed, measure_apart
 from .densities import Arrived, Densities, counts_later
+from .packages import triton_version
 from .roofline import Card, card_of, roofline
 
-PACKAGES = ("triton", "triton-rocm", "triton-xpu", "pytorch-triton-rocm", "pytorch-triton-xpu")
 LONG_CALL = 1e-3
 """Seconds of dense attention, as estimated, from which a call is worth measuring for. Launches of
 ours take a third of it."""
@@ -266,16 +265,6 @@ def key_of(card: Card) -> dict[str, str]:
         "triton": triton_version() or "none",
         "sparge": cost_file.sparge_version(),
     }
-
-
-def triton_version() -> str | None:
-    """Of the installed package, under any of its names; it is not imported."""
-    for name in PACKAGES:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 COST = GpuCost()

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from ...blockplan import BlockPlan, plan_from_lists
 from ...call import Call, Inputs
+from ...errors import Unsupported
 from ...geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
 from ...recipe import KeepError
 from ...stages import Attended, AttendedPack, SomeOf
 from ...tokenmask import TokenMask
 from .attend import attend_lists, tiles_of
+from .grids import why_too_many
 from .packed import Packed, pack
 from .predict import predict
 from .prepare import prepare
@@ -50,6 +52,8 @@ def attend_packed(
 ) -> AttendedPack:
     """`call` and `inputs`: the whole pack as one sequence `[1, H, T, D]`."""
     assert some is None, "see why_not_packed"
+    if (why := why_too_many(len(cuts[0]) - 1)) is not None:
+        raise Unsupported("the triton backend cannot attend this pack:", {"triton": why})
     packed = pack(cuts, align, inputs.query.device)
     tokens = TokenMask(call.Lq, call.Lk, call.is_causal)
     with stage("prepare"):

@@ -1,0 +1,128 @@
+"""Compile ahead what some work would launch: kernels and their launchers, into Triton's cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import Unsupported
+from .launch import Launch, watch_launches
+
+COMPILED, STORED, LOADED = "compiled", "stored", "loaded"
+"""Compiled now; read from Triton's cache on disk; in this process already."""
+
+
+@dataclass(frozen=True)
+class WarmKernel:
+    """One kernel of a launch. how: "compiled", "stored" (it was in Triton's cache) or "loaded" (by
+    this process before)."""
+
+    name: str
+    how: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """launches: of the work, each of which had a kernel ready in the end. kernels: each once."""
+
+    launches: int
+    kernels: tuple[WarmKernel, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(kernel.seconds for kernel in self.kernels)
+
+    def count(self, how: str) -> int:
+        return sum(kernel.how == how for kernel in self.kernels)
+
+    def __str__(self) -> str:
+        each = (f"{n} {how}" for how in (COMPILED, STORED, LOADED) if (n := self.count(how)))
+        return f"{len(self.kernels)} kernels in {self.seconds:.1f} s: {', '.join(each)}"
+
+
+def warm(work: Callable[..., Any], *args: Any, **named: Any) -> Warmed:
+    """Compile every kernel that `work(*args, **named)` launches, and launch none.
+
+        sparge.warm(sparge.attention, query, key, value, is_causal=True, backend="triton")
+        sparge.warm(model, **inputs)    # an accelerated one
+
+    The work runs, but for the launches: what it returns is not computed, and is not returned. Give
+    it tensors on the card; their lengths may be short, as kernels take any, but `auto` may choose
+    dense attention for them. Refused where nothing would be launched.
+    """
+    return compile_ahead(launches_of(work, *args, **named))
+
+
+def launches_of(work: Callable[..., Any], *args: Any, **named: Any) -> list[Launch]:
+    """What some work launches, if it does; none of it is launched."""
+    with torch.no_grad(), watch_launches(run=False) as launches:
+        work(*args, **named)
+    if not launches:
+        way_out = (
+            "give tensors on a GPU, and backend='triton' or SPARGE_BACKEND=triton; "
+            "sparge.explain says what a call would use"
+        )
+        why = {"triton": "the work launches none of its kernels"}
+        raise Unsupported("there is nothing to compile ahead:", why, way_out)
+    return launches
+
+
+def compile_ahead(
+    launches: Sequence[Launch], step: Callable[[WarmKernel], None] | None = None
+) -> Warmed:
+    """Compile and load the kernels of launches. step: called after each launch."""
+    kernels: dict[int, WarmKernel] = {}  # by Triton's own objects, which it keeps
+    for launch in launches:
+        which, made = _ready(launch)
+        kernels.setdefault(which, made)
+        if step is not None:
+            step(made)
+    return Warmed(len(launches), tuple(kernels.values()))
+
+
+def _ready(launch: Launch) -> tuple[int, WarmKernel]:
+    """Have the kernel of a launch compiled and loaded; also returns which of Triton's it is."""
+    if not hasattr(launch.kernel, "warmup"):
+        why = {"triton": "TRITON_INTERPRET is set, and interpreted kernels are not compiled"}
+        raise Unsupported("kernels cannot be compiled ahead:", why, "unset it")
+    start = time.perf_counter()
+    with _device_of(launch), _told() as hits:
+        kernel = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+        kernel.run  # noqa: B018  builds the launcher in C, and loads the machine code
+    how = LOADED if not hits else STORED if hits[0] else COMPILED
+    return id(kernel), WarmKernel(launch.name, how, time.perf_counter() - start)
+
+
+def _device_of(launch: Launch) -> AbstractContextManager[Any]:
+    """Triton compiles for the current device, whatever device the tensors are on."""
+    device = next(x.device for x in launch.arguments.values() if isinstance(x, Tensor))
+    if device.type in ("cpu", "meta"):
+        return nullcontext()
+    return torch.get_device_module(device.type).device(device)
+
+
+@contextmanager
+def _told() -> Iterator[list[bool]]:
+    """Whether each kernel that Triton makes meanwhile was in its cache."""
+    from triton import knobs
+
+    hits: list[bool] = []
+    before = knobs.compilation.listener
+
+    def listen(**facts: Any) -> None:
+        hits.append(bool(facts["cache_hit"]))
+        if before is not None:
+            before(**facts)
+
+    knobs.compilation.listener = listen
+    try:
+        yield hits
+    finally:
+        knobs.compilation.listener = before
