@@ -58,6 +58,12 @@ def raised(run: Callable[[], Any]) -> str:
     return ""
 
 
+def in_inference_mode() -> None:
+    """Operations reach the card's tensors in another form there."""
+    with torch.inference_mode():
+        torch.ones(4).to("cuda:0").reshape(2, 2).contiguous()
+
+
 def launch_lists(**given: Any) -> None:
     """A small kernel, with one of its arguments replaced."""
     counts = torch.empty(1, 2, 1, dtype=torch.int32, device="cuda:0")
@@ -79,6 +85,7 @@ def faults() -> dict[str, str]:
         found |= {
             "two devices": raised(lambda: x + torch.ones(4)),
             "good": raised(launch_lists),
+            "inference mode": raised(in_inference_mode),
             "cpu pointer": raised(lambda: launch_lists(kinds=torch.ones(1, dtype=torch.int8))),
             "other card": raised(lambda: launch_lists(kinds=torch.ones(1, device="cuda:1"))),
             "grid": raised(lambda: launch_lists(grid=(1, 65536, 1))),

@@ -106,6 +106,9 @@ class TensorsOnCard(TorchDispatchMode):
             # The body that runs on a card, not the fake one of graphs being traced.
             with self:
                 return func.redispatch(_CUDA, *args, **kwargs)
+        if func is aten.to.dtype_layout:  # made of others, which inference mode leaves to us
+            with self:
+                return func.decompose(*args, **kwargs)
         device = to or there[0].device
         _check_devices(func, leaves, device)
         if func.overloadpacket in _READING or _indexes_by_bool(func, args):
