@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -64,6 +65,11 @@ def in_inference_mode() -> None:
         torch.ones(4).to("cuda:0").reshape(2, 2).contiguous()
 
 
+def in_another_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(launch_lists).result()
+
+
 def launch_lists(**given: Any) -> None:
     """A small kernel, with one of its arguments replaced."""
     counts = torch.empty(1, 2, 1, dtype=torch.int32, device="cuda:0")
@@ -86,6 +92,7 @@ def faults() -> dict[str, str]:
             "two devices": raised(lambda: x + torch.ones(4)),
             "good": raised(launch_lists),
             "inference mode": raised(in_inference_mode),
+            "another thread": raised(in_another_thread),
             "cpu pointer": raised(lambda: launch_lists(kinds=torch.ones(1, dtype=torch.int8))),
             "other card": raised(lambda: launch_lists(kinds=torch.ones(1, device="cuda:1"))),
             "grid": raised(lambda: launch_lists(grid=(1, 65536, 1))),

@@ -93,6 +93,7 @@ def test_reads_and_waits_are_refused(planted):
     [
         ("good", ""),
         ("inference mode", ""),
+        ("another thread", ""),
         ("two devices", "RuntimeError: aten.add.Tensor: expected all tensors on cuda:0"),
         ("cpu pointer", "ValueError: pointer argument kinds cannot be accessed from Triton"),
         ("other card", "ValueError: pointer argument kinds cannot be accessed from Triton"),
