@@ -87,6 +87,9 @@ def faults() -> dict[str, str]:
     with pretended(card) as traffic:
         x = torch.empty(4, device="cuda:0")
         found |= {f"read {name}": raised(lambda r=read: r(x)) for name, read in READS.items()}
+        with torch.inference_mode():
+            reads = {f"read {name} in inference mode": read for name, read in READS.items()}
+            found |= {name: raised(lambda r=read: r(x)) for name, read in reads.items()}
         found |= {f"wait {name}": raised(wait) for name, wait in WAITS.items()}
         found |= {
             "two devices": raised(lambda: x + torch.ones(4)),
