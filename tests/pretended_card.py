@@ -277,6 +277,8 @@ def torch_sees(card: Card, traffic: Traffic, *, count: int = 1) -> Iterator[None
         "_cuda_getCurrentRawStream": lambda index: STREAM,
         "_cuda_synchronize": lambda: traffic.wait("torch.cuda.synchronize"),
         "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        "_cuda_memoryStats": lambda index: {},
+        "_cuda_resetPeakMemoryStats": lambda index: None,
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
         "_accelerator_getDeviceIndex": lambda: current.index,
         "_accelerator_setDeviceIndex": current.change,

@@ -11,6 +11,7 @@ The process must not have TRITON_INTERPRET set when triton is imported.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,7 +180,7 @@ def card_here(card: Card, traffic: Traffic, *, count: int = 1) -> Iterator[None]
     with (
         mock.patch.object(triton.runtime.driver, "_active", PretendedDriver(card, traffic)),
         mock.patch("sparge.host._hosts", {}),
-        mock.patch.object(COST, "_crossovers", {}),
+        mock.patch.multiple(COST, **vars(type(COST)())),  # as if nothing had run here
         mock.patch("sparge.dispatch.call_cache._known", {}),
         torch_sees(card, traffic, count=count),
     ):
@@ -192,5 +193,15 @@ def pretended(card: Card, *, count: int = 1, refuses: bool = True) -> Iterator[T
     Triton launches there. refuses: reading from the card and waiting for it raise; else reads get
     zeros. Kernels of one card are compiled anew for the next."""
     traffic = Traffic(refuses=refuses)
-    with card_here(card, traffic, count=count), TensorsOnCard(traffic):
+    run = threading.Thread.run
+
+    def run_there(thread: threading.Thread) -> None:
+        with TensorsOnCard(traffic):  # of one thread, as modes are
+            run(thread)
+
+    with (
+        card_here(card, traffic, count=count),
+        mock.patch.object(threading.Thread, "run", run_there),
+        TensorsOnCard(traffic),
+    ):
         yield traffic

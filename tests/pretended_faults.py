@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -58,6 +59,17 @@ def raised(run: Callable[[], Any]) -> str:
     return ""
 
 
+def in_inference_mode() -> None:
+    """Operations reach the card's tensors in another form there."""
+    with torch.inference_mode():
+        torch.ones(4).to("cuda:0").reshape(2, 2).contiguous()
+
+
+def in_another_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(launch_lists).result()
+
+
 def launch_lists(**given: Any) -> None:
     """A small kernel, with one of its arguments replaced."""
     counts = torch.empty(1, 2, 1, dtype=torch.int32, device="cuda:0")
@@ -75,10 +87,15 @@ def faults() -> dict[str, str]:
     with pretended(card) as traffic:
         x = torch.empty(4, device="cuda:0")
         found |= {f"read {name}": raised(lambda r=read: r(x)) for name, read in READS.items()}
+        with torch.inference_mode():
+            reads = {f"read {name} in inference mode": read for name, read in READS.items()}
+            found |= {name: raised(lambda r=read: r(x)) for name, read in reads.items()}
         found |= {f"wait {name}": raised(wait) for name, wait in WAITS.items()}
         found |= {
             "two devices": raised(lambda: x + torch.ones(4)),
             "good": raised(launch_lists),
+            "inference mode": raised(in_inference_mode),
+            "another thread": raised(in_another_thread),
             "cpu pointer": raised(lambda: launch_lists(kinds=torch.ones(1, dtype=torch.int8))),
             "other card": raised(lambda: launch_lists(kinds=torch.ones(1, device="cuda:1"))),
             "grid": raised(lambda: launch_lists(grid=(1, 65536, 1))),

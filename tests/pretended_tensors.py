@@ -31,6 +31,8 @@ _READING = (
     aten.bincount,
 )
 """Results, or their shapes, are numbers that the card has."""
+_MADE_OF_OTHERS = "CompositeImplicitAutograd"
+"""Operations that inference mode does not take apart before they come here."""
 _BETWEEN_DEVICES = (aten._to_copy, aten.copy_)
 
 
@@ -41,15 +43,16 @@ class OnCard(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, device: torch.device) -> OnCard:
-        made: OnCard = Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=device,
-        )
+        with torch.inference_mode(False):  # a view of a tensor from outside of it is none of it
+            made: OnCard = Tensor._make_wrapper_subclass(
+                cls,
+                inner.size(),
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                layout=inner.layout,
+                device=device,
+            )
         made.inner = inner
         return made
 
@@ -106,6 +109,9 @@ class TensorsOnCard(TorchDispatchMode):
             # The body that runs on a card, not the fake one of graphs being traced.
             with self:
                 return func.redispatch(_CUDA, *args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _MADE_OF_OTHERS):
+            with self:
+                return func.decompose(*args, **kwargs)
         device = to or there[0].device
         _check_devices(func, leaves, device)
         if func.overloadpacket in _READING or _indexes_by_bool(func, args):

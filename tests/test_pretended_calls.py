@@ -82,16 +82,18 @@ def test_reads_and_waits_are_refused(planted):
     faults = planted["faults"]
     reads = [why for name, why in faults.items() if name.startswith("read ")]
     waits = [why for name, why in faults.items() if name.startswith("wait ")]
-    assert (len(reads), len(waits)) == (11, 4)
+    assert (len(reads), len(waits)) == (22, 4)
     for why in (*reads, *waits, faults["copy in a graph"]):
         assert why.startswith("Refused: ")
-    assert (faults["reads"], faults["waits"]) == ("11", "4")
+    assert (faults["reads"], faults["waits"]) == ("22", "4")
 
 
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
         ("good", ""),
+        ("inference mode", ""),
+        ("another thread", ""),
         ("two devices", "RuntimeError: aten.add.Tensor: expected all tensors on cuda:0"),
         ("cpu pointer", "ValueError: pointer argument kinds cannot be accessed from Triton"),
         ("other card", "ValueError: pointer argument kinds cannot be accessed from Triton"),
