@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_rig import Rig, ratio
-from sparge import DEFAULT, KeepFraction, Recipe, attention, make_plan
+from sparge import DEFAULT, KeepFraction, Recipe, attention
 from sparge.backends.crossover import DENSE_WAY, HEAD_DIMS, UnitCosts, name_of
 from sparge.backends.triton import NAME
 from sparge.backends.triton.architectures import Architecture
@@ -211,12 +211,9 @@ def machine_code(rig: Rig) -> Any:
 
 def clocks(rig: Rig) -> float | None:
     """Of a multiprocessor: all of them work on tiles of 128 queries and 64 keys at once."""
-    seconds = rig.seconds_of(_attends(rig.launches()))
-    if seconds is None:
-        return None
-    q, k, _ = rig.inputs(rig.length, 128)
-    tiles = int(make_plan(q, k, is_causal=True, backend=NAME).counts.sum())
-    return seconds * rig.clocks / tiles
+    attends = _attends(rig.launches())
+    seconds, tiles = rig.seconds_of(attends), int(attends.arguments["counts"].sum())
+    return None if seconds is None else ratio(seconds * rig.clocks, tiles)
 
 
 def call(rig: Rig) -> Any:

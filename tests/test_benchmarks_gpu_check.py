@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_estimates
+from benchmarks import gpu_check, gpu_estimates, gpu_rig
 from benchmarks.gpu_estimates import ESTIMATES
 from benchmarks.gpu_rig import Rig
 from gpus import pretend, properties
@@ -198,6 +198,16 @@ def test_where_sparse_attention_begins_to_be_faster(monkeypatch):
     dear = {name: replace(x, element=1.0) for name, x in cheap.costs.items() if "int8" in name}
     never = replace(cheap, costs={**cheap.costs, **dear})
     assert gpu_estimates.sparse_from(a_rig(measured=never)) is None
+
+
+def test_seconds_are_the_median_of_several_runs():
+    runs = []
+    rig = replace(a_rig(), device="cpu")
+    assert rig.seconds(lambda: runs.append(1)) > 0
+    assert len(runs) == 1 + gpu_rig.REPEAT
+    assert replace(rig, dry=True).seconds(lambda: runs.append(1)) is None
+    assert gpu_rig.ratio(3.0, 2.0) == 1.5
+    assert gpu_rig.ratio(None, 2.0) is gpu_rig.ratio(1.0, None) is gpu_rig.ratio(1.0, 0.0) is None
 
 
 def test_a_measurement_that_fails_leaves_the_others(monkeypatch):

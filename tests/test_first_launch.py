@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparge.backends.triton import first_launch, packages
-from sparge.backends.triton.first_launch import Machine, missing, needs
+from sparge.backends.triton.first_launch import Machine, explained, missing, needs
 from sparge.backends.triton.packages import Installation, clash, way_to_install, why_unusable
 
 LINUX = Installation(True, {"triton": "3.7.1"}, "Linux", "cuda", "triton==3.7.1")
@@ -92,6 +92,17 @@ def test_the_driver(full, tmp_path):
     assert why.startswith("TRITON_LIBCUDA_PATH=/nowhere does not hold it")
     why = lacking(replace(full, libraries=None))["driver (libcuda.so.1)"]
     assert "/sbin/ldconfig, which Triton asks, is missing" in why
+
+
+def test_an_error_of_a_first_launch_is_explained_by_what_is_missing(full, tmp_path):
+    error = RuntimeError("Failed to find C compiler.\nmore")
+    assert explained(error, full) is None
+    for name in ("gcc", "clang"):
+        (tmp_path / "bin" / name).unlink()
+    made = explained(error, full)
+    assert made.reasons == {"C compiler": "not found; apt-get install gcc, or set CC"}
+    assert "(RuntimeError: Failed to find C compiler.); it lacks:" in str(made)
+    assert "`sparge doctor`" in made.way_out
 
 
 def test_other_platforms(full, tmp_path):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from ...errors import Unsupported
 from .packages import built_for
 
 LDCONFIG = "/sbin/ldconfig"
@@ -105,6 +106,17 @@ def needs(there: Machine) -> tuple[Need, ...]:
 
 def missing(there: Machine) -> tuple[Need, ...]:
     return tuple(need for need in needs(there) if need.found is None)
+
+
+def explained(error: Exception, there: Machine) -> Unsupported | None:
+    """What to raise in place of an error of a first launch: what the machine lacks, if anything."""
+    lost = missing(there)
+    if not lost:
+        return None
+    reasons = {need.name: f"not found; {need.way_out}" for need in lost}
+    first_line = next(iter(str(error).splitlines()), "")
+    what = f"Triton could not launch a kernel ({type(error).__name__}: {first_line}); it lacks:"
+    return Unsupported(what, reasons, "`sparge doctor` lists what a first launch needs")
 
 
 def _driver(there: Machine) -> Need:
