@@ -111,10 +111,21 @@ def test_other_platforms(full, tmp_path):
     executable(tmp_path / "torch" / "lib" / "libamdhip64.so")
     assert missing(amd) == ()
     assert not {"ptxas", "ptxas-blackwell"} & set(found_by_name(amd))
+    other = {**full.environment, "ROCM_PATH": str(tmp_path / "rocm")}
+    executable(tmp_path / "rocm" / "lib" / "libamdhip64.so")
+    assert missing(replace(amd, torch=None, environment=other)) == ()
     intel = replace(full, platform="xpu")
-    assert set(lacking(intel)) == {"C++ compiler"}
+    assert set(lacking(intel)) == {"C++ compiler", "SYCL headers"}
     executable(tmp_path / "bin" / "g++")
-    assert missing(intel) == ()
+    assert set(lacking(intel)) == {"SYCL headers"}
+    assert missing(replace(intel, sycl="intel-sycl-rt 2025.3")) == ()
+
+
+def test_a_library_of_another_name_is_not_the_driver(full, tmp_path):
+    """Triton takes libamdhip64.so as the loader lists it, and not libamdhip64.so.6."""
+    versioned = executable(tmp_path / "lib" / "libamdhip64.so.6")
+    amd = replace(full, platform="hip", libraries=(str(versioned),))
+    assert found_by_name(amd)["driver (libamdhip64.so)"] != str(versioned)
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")

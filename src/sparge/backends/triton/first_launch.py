@@ -1,8 +1,9 @@
 """What Triton needs on a machine beside itself the first time that it launches a kernel.
 
 It compiles a small launcher in C, assembles the kernel, and loads the driver; slim containers lack
-some of this. Each is looked for where Triton 3.6 to 3.9 looks. A kernel that is in Triton's cache,
-with its launcher, needs the driver alone.
+some of this. Each is looked for where Triton 3.6 to 3.9 looks, or Intel's fork of it, of which the
+source was read and no release was at hand. A kernel that is in Triton's cache, with its launcher,
+needs the driver alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ class Need:
 class Machine:
     """What is looked at. environment: with PATH. include: of Python's headers. triton, torch: the
     packages' directories, None without. libraries: files that the loader knows; None if the program
-    that lists them is missing."""
+    that lists them is missing. sycl: the installed package of Intel's runtime, or None."""
 
     platform: str
     environment: Mapping[str, str]
@@ -60,6 +61,7 @@ class Machine:
     triton: Path | None
     torch: Path | None = None
     libraries: tuple[str, ...] | None = ()
+    sycl: str | None = None
 
     def program(self, *names: str) -> str | None:
         """The first of some programs that is on the path."""
@@ -79,7 +81,15 @@ def this_machine() -> Machine:
         Path(spec.origin).parent if spec is not None and spec.origin else None,
         Path(torch.__file__).parent,
         _loadable(),
+        _sycl_package(),
     )
+
+
+def _sycl_package() -> str | None:
+    try:
+        return f"intel-sycl-rt {metadata.version('intel-sycl-rt')}"
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _loadable() -> tuple[str, ...] | None:
@@ -100,6 +110,7 @@ def needs(there: Machine) -> tuple[Need, ...]:
         _compiler(there),
         _headers(there),
         *(tools if there.platform == "cuda" else ()),
+        *((_sycl(there),) if there.platform == "xpu" else ()),
         _cache(there),
     )
 
@@ -130,12 +141,14 @@ def _driver(there: Machine) -> Need:
     if there.platform == "cuda" and there.libraries is None:
         how = f"{LDCONFIG}, which Triton asks, is missing: apt-get install libc-bin"
         return Need(name, None, f"{how}, or set {variable} to the directory of {library}")
-    places = [Path(file) for file in there.libraries or () if Path(file).name.startswith(library)]
     listed = there.environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    places = [Path(file) for file in there.libraries or () if Path(file).name == library]
     places += [Path(folder, library) for folder in listed if folder]
     if there.platform == "hip":
-        packaged = [there.torch / "lib"] if there.torch is not None else []
-        places += [folder / library for folder in (*packaged, Path("/opt/rocm/lib"))]
+        packages = [there.triton and there.triton / "backends" / "amd", there.torch]
+        roots = [there.environment.get(name) for name in ("HIP_PATH", "ROCM_PATH")]
+        rooms = [*packages, *map(Path, filter(None, roots)), Path("/opt/rocm")]
+        places += [room / "lib" / library for room in rooms if room is not None]
     found = next((str(place) for place in places if place.exists()), None)
     return Need(name, found, way_out)
 
@@ -150,6 +163,12 @@ def _compiler(there: Machine) -> Need:
         way_out = f"CC={named} is not a program on the path; correct it, or unset it"
     found = there.program(named) if named else there.program("gcc", "clang")
     return Need("C compiler", found, way_out)
+
+
+def _sycl(there: Machine) -> Need:
+    root = there.environment.get("ONEAPI_ROOT")
+    found = there.program("icpx") or root or there.sycl
+    return Need("SYCL headers", found, "pip install intel-sycl-rt, or set ONEAPI_ROOT")
 
 
 def _headers(there: Machine) -> Need:

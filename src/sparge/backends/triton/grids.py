@@ -9,12 +9,12 @@ from __future__ import annotations
 from ...call import Call
 
 MOST_OF_AXIS = 65_535
-"""Programs along the second and third axis: "Maximum y- or z-dimension of a grid of thread blocks"
-in NVIDIA's CUDA C++ Programming Guide; AMD's and Intel's drivers allow no fewer."""
+"""Programs along the second and third axis, of CUDA. Taken for other platforms, too: their own
+limits were not looked up, and are checked by no card yet."""
 MOST_OF_FIRST = 2**31 - 1
-"""Along the first axis on NVIDIA cards, by the same table."""
+"""Along the first axis, of CUDA."""
 MOST_OF_FIRST_AMD = 2**32 // (8 * 64) - 1
-"""On AMD cards fewer than 2^32 threads: eight wavefronts of 64 in a program."""
+"""Assumed for AMD: fewer than 2^32 threads, eight wavefronts of 64 in a program."""
 PROGRAMS_PER_BLOCK = 8
 """Most programs that share a query block: 128 rows, 16 each."""
 
