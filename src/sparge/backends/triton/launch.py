@@ -11,19 +11,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...errors import Unsupported
 
 
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel.
 
-    arguments: by the names of the kernel's parameters, constants included. options: `num_warps`
-    and `num_stages`. touched: elements read or written of a tensor argument, where these are fewer
-    than it has.
+    arguments: by the names of the kernel's parameters, constants included. options: what the
+    compiler is told, such as `num_warps` and `num_stages`. touched: elements read or written of a
+    tensor argument, where these are fewer than it has.
     """
 
     kernel: Any
@@ -52,6 +55,9 @@ class Watch:
     run: bool
 
 
+COMMON = {"enable_fp_fusion": True}
+"""Options of every launch. Said, because Triton's default changes with 3.10, and unfused
+multiply-adds would cost a third more instructions."""
 _watches: ContextVar[tuple[Watch, ...]] = ContextVar("sparge_launches", default=())
 
 
@@ -76,7 +82,11 @@ def launch(
     **arguments: Any,
 ) -> None:
     """Launch `kernel[grid](**arguments)` on the device of its tensors. touched: as `Launch` has it,
-    a mapping or None."""
+    a mapping or None.
+
+    Raises `DoesNotFit` if the kernel needs more of a resource than the device has: Triton compares
+    the two when it loads a kernel, before it runs."""
+    options = {**COMMON, **options}
     watches = _watches.get()
     if watches:
         made = Launch(kernel, grid, arguments, options, touched or {})
@@ -85,7 +95,33 @@ def launch(
         if not all(watch.run for watch in watches):
             return
     with _on(next(x.device for x in arguments.values() if isinstance(x, Tensor))):
-        kernel[grid](**arguments, **options)
+        try:
+            kernel[grid](**arguments, **options)
+        except Exception as error:
+            if (why := _why_not_launched(kernel.fn.__name__, error)) is not None:
+                raise why from error
+            raise
+
+
+class DoesNotFit(Unsupported):
+    """A kernel needs more of a resource than the card has. Nothing was launched."""
+
+
+def _why_not_launched(name: str, error: Exception) -> Unsupported | None:
+    """What a first launch lacked; None for every other error."""
+    from triton.runtime.errors import OutOfResources
+
+    if isinstance(error, OutOfResources):
+        needs = f"its kernel {name} needs {error.required} of {error.name}"
+        why = f"{needs}, and the card has {error.limit}"
+        way_out = "use backend='dense' or another precision, and please report the card"
+        return DoesNotFit("a kernel does not fit this card:", {"triton": why}, way_out)
+    # The launcher of a kernel is a C program that is compiled on the user's machine.
+    if isinstance(error, CalledProcessError) or "C compiler" in str(error):
+        why = f"the launcher of its kernel {name} was not built: {error}"
+        way_out = "`sparge doctor` names what a first launch needs; or use backend='dense'"
+        return Unsupported("a kernel cannot be launched here:", {"triton": why}, way_out)
+    return None
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
