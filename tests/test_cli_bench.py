@@ -252,7 +252,7 @@ def accelerator(monkeypatch):
     waits = []
     monkeypatch.setattr(contender, "HOST", ())
     monkeypatch.setattr("sparge.support.turns.HOST", ())
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waits.append(1))
     return waits
 
 

@@ -40,13 +40,15 @@ def compiler(monkeypatch, made, tmp_path):
     least = Chain("8 heads", (("prepare", "sum_keys", 900), ("attend", "attend_blocks", 500)), 1000)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(compile, "find_spec", lambda name: True)
-    monkeypatch.setattr(bench_static, "version", lambda name: "3.9.0")
+    monkeypatch.setattr(bench_static, "triton_version", lambda: "3.9.0")
     monkeypatch.setattr(bench_static, "compile_all", compile_all)
     monkeypatch.setattr(bench_static, "chain_of", lambda variant: least)
     monkeypatch.setattr(bench_static, "CALLS", [None])
-    monkeypatch.setattr(bench_static, "read_ratchet", lambda: ratchet.read_ratchet(file))
+    monkeypatch.setattr(bench_static, "read_ratchet", lambda path: ratchet.read_ratchet(file))
     monkeypatch.setattr(
-        bench_static, "update_ratchet", lambda *args: ratchet.update_ratchet(*args, file)
+        bench_static,
+        "update_ratchet",
+        lambda found, why, path: ratchet.update_ratchet(found, why, file),
     )
     return file
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from importlib.metadata import version
+from dataclasses import asdict
 from typing import Any
 
 from ..bench.static.chain import CALLS, chain_of
-from ..bench.static.compile import need_compiler
-from ..bench.static.ratchet import LEAST_REASON, read_ratchet, update_ratchet
+from ..bench.static.compile import need_compiler, numbers_of, triton_version
+from ..bench.static.fuzz import compile_draws, draws
+from ..bench.static.ratchet import LEAST_REASON, ratchet_of, read_ratchet, update_ratchet
 from ..bench.static.static_tables import (
     chain_row,
     chain_table,
@@ -28,10 +29,11 @@ from ..bench.static.targets import TARGETS
 from ..bench.static.variants import default_variants, full_variants
 from ..report.machine import where_it_runs
 from . import BAD_RESULT, OK
-from .arguments import check_file, words
+from .arguments import check_file, whole, words
 from .screen import console, deliver, progress, show_table
 
 FORMAT = "sparge.bench.static/1"
+DRAWS_FORMAT = "sparge.bench.static.draws/1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--static", action="store_true", help=about)
     add("--targets", type=words, metavar="NAME,…", help=f"default: {','.join(TARGETS)}")
     add("--variants", type=words, metavar="WORD,…", help="kernel variants containing a word")
+    add("--draws", type=whole, metavar="N", help="compile N random calls instead: all must fit")
     add("--update-ratchet", metavar="REASON", help="record the instruction counts, and say why")
 
 
 def run(args: argparse.Namespace) -> int:
     targets, variants = wanted(args)
     need_compiler()
+    version = triton_version()
+    targets = [name for name in targets if TARGETS[name].since <= numbers_of(version)]
+    if args.draws is not None:
+        return run_draws(args, targets, version)
+    recorded = ratchet_of(version)
     start = time.perf_counter()
     tasks = tasks_of(variants, targets)
     with progress("compiling", len(tasks)) as step:
@@ -54,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     chains = [chain_of(variant) for variant in CALLS]
     changed: list[str] = []
     if args.update_ratchet is not None:
-        changed = update_ratchet(recorded_by(made), args.update_ratchet)
-    ratchet = read_ratchet()
+        changed = update_ratchet(recorded_by(made), args.update_ratchet, recorded)
+    ratchet = read_ratchet(recorded)
     order = {name: i for i, name in enumerate(targets)}
     names = {variant.name: i for i, variant in enumerate(variants)}
     made.sort(key=lambda x: (names[x.variant], x.kernel, order[x.target]))
@@ -64,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     document: dict[str, Any] = {
         "format": FORMAT,
         **where_it_runs(),
-        "triton": version("triton"),
+        "triton": version,
         "took_seconds": time.perf_counter() - start,
         "targets": {name: TARGETS[name].source for name in targets},
         "rows": [row_of(result) for result in results],
@@ -82,6 +90,40 @@ def run(args: argparse.Namespace) -> int:
 
     deliver(document, args, show)
     return BAD_RESULT if missed else OK
+
+
+def run_draws(args: argparse.Namespace, targets: list[str], version: str) -> int:
+    start = time.perf_counter()
+    variants = draws(args.draws, args.seed)
+    n = len(tasks_of(variants, targets))
+    with progress("compiling", n) as step:
+        found = compile_draws(variants, targets, step=step)
+    unlisted = found.unlisted
+    document: dict[str, Any] = {
+        "format": DRAWS_FORMAT,
+        **where_it_runs(),
+        "triton": version,
+        "took_seconds": time.perf_counter() - start,
+        "draws": args.draws,
+        "seed": args.seed,
+        "targets": targets,
+        **asdict(found),
+    }
+
+    def show() -> None:
+        for fault in found.faults:
+            print(f"sparge: {fault.draw}, {fault.kernel} on {fault.target}: {fault.what}")
+        for spill in unlisted:
+            what = f"spills {spill.amount}, which is not listed"
+            print(f"sparge: {spill.draw}, {spill.kernel} on {spill.target}: {what}")
+        print(
+            f"{args.draws} draws (seed {args.seed}), {len(targets)} targets, {found.kernels} "
+            f"kernels compiled with triton {version}: {len(found.faults)} failures, "
+            f"{len(found.spills)} that spill, {len(unlisted)} of them not listed"
+        )
+
+    deliver(document, args, show)
+    return BAD_RESULT if found.faults or unlisted else OK
 
 
 def wanted(args: argparse.Namespace) -> tuple[list[str], list[Any]]:

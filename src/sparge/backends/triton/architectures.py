@@ -44,6 +44,13 @@ class Tiles:
         given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return given if self.registers is None else {**given, "maxnreg": self.registers}
 
+    def smaller(self) -> Tiles | None:
+        """What to try where these do not fit a card: first without loads that run ahead, then with
+        half the rows."""
+        if self.num_stages > 1:
+            return replace(self, num_stages=1, registers=None)
+        return replace(self, block_m=self.block_m // 2) if self.block_m > 16 else None
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -62,16 +69,22 @@ class Architecture:
         """Of the default recipe at head dim 128."""
         return self.tiles_for("int8", 128)
 
-    def tiles_for(self, precision: str, D: int, *, filters: bool = False) -> Tiles:
-        """filters: the second filter is on."""
+    def tiles_for(
+        self, precision: str, D: int, *, filters: bool = False, masked: bool = False
+    ) -> Tiles:
+        """filters: the second filter is on. masked: a mask is given. Both take registers."""
         way = "int8" if precision == "int8-fast" else precision
-        way = "int8+filter" if way == "int8" and filters else way
+        way = "int8+more" if way == "int8" and (filters or masked) else way
         return self.rows[way, 64 if D <= 64 else 128 if D <= 128 else 256]
 
-    @property
-    def row_warps(self) -> int:
-        """Warps of a program that scores 64 sampled rows; with 4, gfx11 spills 8 registers."""
-        return 8 if self.name.startswith(("gfx11", "gfx12")) else 4
+    def row_options(self, precision: str) -> dict[str, int]:
+        """Of a program that scores sampled rows. With 4 warps, gfx11 spills 8 registers. Three TF32
+        products of a deeper loop spill, and on sm_100 resemble a miscompilation that later versions
+        of Triton mend (its issue 10821)."""
+        if precision == "exact":
+            return {"num_warps": 8, "num_stages": 1}
+        few = self.name.startswith(("gfx11", "gfx12"))
+        return {"num_warps": 8 if few else 4, "num_stages": 2}
 
     @property
     def fp32(self) -> str:
@@ -93,40 +106,42 @@ def _rows(**ways: tuple[Tiles, Tiles, Tiles]) -> dict[tuple[str, int], Tiles]:
 _WHOLE = Tiles(block_m=128, num_warps=8, num_stages=3)
 _HALF_ROWS = Tiles(block_m=64, num_warps=8, num_stages=2)
 _EXACT = (Tiles(32, 8, 1), Tiles(16, 8, 1), Tiles(16, 8, 1))
+# Left alone, the compiler may take 128 registers, for two programs at a time, and spill for it.
+_ROOMY = replace(_WHOLE, registers=208)
 # 16 rows to each warp, as its matrix instruction takes them.
 _MMA_SYNC = _rows(
-    int8=(_WHOLE, _WHOLE, Tiles(32, 4, 2)),
-    int8_filter=(_WHOLE, _HALF_ROWS, Tiles(32, 4, 2)),
+    int8=(_ROOMY, _WHOLE, Tiles(32, 4, 2)),
+    int8_more=(_ROOMY, _HALF_ROWS, Tiles(32, 4, 2)),
     half=(_WHOLE, _HALF_ROWS, Tiles(32, 8, 2)),
     exact=_EXACT,
 )
-# The compiler takes 128 registers, for two programs at a time, and spills 8 bytes for it.
-_SM_80 = {**_MMA_SYNC, ("int8", 64): replace(_WHOLE, registers=208)}
 # Products of a group of warps, with accumulators of their own on sm_100: more fits.
 _WGMMA = _rows(
     int8=(_WHOLE, _WHOLE, _HALF_ROWS),
-    int8_filter=(_WHOLE, _WHOLE, _HALF_ROWS),
+    int8_more=(_WHOLE, _WHOLE, _HALF_ROWS),
     half=(_WHOLE, _WHOLE, _HALF_ROWS),
     exact=_EXACT,
 )
+# sm_103 and sm_110 multiply int8 as sm_80 does, and 16 bits as sm_100 does.
+_MIXED = {**_WGMMA, ("int8", 64): _ROOMY, ("int8+more", 64): _ROOMY}
 _CDNA = _rows(
     int8=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
-    int8_filter=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
+    int8_more=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
     half=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
     exact=(Tiles(128, 4, 2), Tiles(64, 4, 1), Tiles(32, 4, 1)),
 )
-# Spills 31 registers and more in "half" and "exact" at every tile that was tried, and in "int8"
-# beyond head dim 128: few registers, and none of their own for accumulators.
+# Few registers, and none of their own for accumulators: many warps for few rows. "exact" spills at
+# every tile that was tried.
 _RDNA = _rows(
-    int8=(Tiles(64, 4, 1), Tiles(32, 8, 1), Tiles(64, 8, 1)),
-    int8_filter=(Tiles(64, 4, 1), Tiles(32, 8, 1), Tiles(64, 8, 1)),
-    half=(Tiles(32, 8, 1), Tiles(16, 8, 1), Tiles(16, 8, 1)),
-    exact=(Tiles(16, 8, 1), Tiles(16, 8, 1), Tiles(16, 8, 1)),
+    int8=(Tiles(64, 8, 1), Tiles(32, 8, 1), Tiles(16, 16, 1)),
+    int8_more=(Tiles(64, 8, 1), Tiles(32, 8, 1), Tiles(16, 16, 1)),
+    half=(Tiles(64, 16, 1), Tiles(32, 16, 1), Tiles(16, 16, 1)),
+    exact=(Tiles(16, 16, 1), Tiles(16, 16, 1), Tiles(16, 16, 1)),
 )
 # Every way that programs may share a query block, and both ways of the second filter.
 _INTERPRETED = _rows(
     int8=(_WHOLE, _WHOLE, _HALF_ROWS),
-    int8_filter=(replace(_WHOLE, branch=True), _WHOLE, _HALF_ROWS),
+    int8_more=(replace(_WHOLE, branch=True), _WHOLE, _HALF_ROWS),
     half=(_HALF_ROWS, _HALF_ROWS, Tiles(32, 8, 2)),
     exact=(_WHOLE, _WHOLE, _HALF_ROWS),
 )
@@ -135,14 +150,14 @@ _KB = 1024
 TABLE = {
     name: Architecture(name, rows, fp8, shared * _KB, source)
     for name, rows, fp8, shared, source in (
-        ("sm_80", _SM_80, None, 163, "compiled"),
+        ("sm_80", _MMA_SYNC, None, 163, "compiled"),
         ("sm_86", _MMA_SYNC, None, 99, "compiled"),
         ("sm_87", _MMA_SYNC, None, 163, "as sm_80"),
         ("sm_89", _MMA_SYNC, _FN, 99, "compiled"),
         ("sm_90", _WGMMA, _FN, 227, "compiled"),
         ("sm_100", _WGMMA, _FN, 227, "compiled"),
-        ("sm_103", _WGMMA, _FN, 227, "as sm_100"),
-        ("sm_110", _WGMMA, _FN, 227, "as sm_100"),
+        ("sm_103", _MIXED, _FN, 227, "compiled"),
+        ("sm_110", _MIXED, _FN, 227, "compiled"),
         ("sm_120", _MMA_SYNC, _FN, 99, "compiled"),
         ("sm_121", _MMA_SYNC, _FN, 99, "as sm_120"),
         ("gfx90a", _CDNA, None, 64, "as gfx942"),

@@ -16,13 +16,13 @@ from ...qtensor import QTensor
 from ...stages import Attended, Prepared
 from ...tokenmask import TokenMask
 from . import attend_kernel
-from .architectures import Architecture, Tiles, architecture_of
 from .launch import launch
 from .masks import is_causal, lists_of, mask_arguments, pools_of
 from .operands import key_arguments, n_key_blocks, padded, query_arguments
 from .packed import NOT_PACKED, Packed
 from .prepare import OnDevice, prepare
 from .shapes import LOG2E, block_dim, most_of, per_head, unit_rows, value_dim, within
+from .tiles import in_tiles_that_fit, tiles_of
 
 NO_SKIP, ZERO_GROUPS, BRANCH = 0, 1, 2
 EVERY_HEAD, NOT_RAISED, RAISED = 0, 1, 2
@@ -31,6 +31,10 @@ EVERY_HEAD, NOT_RAISED, RAISED = 0, 1, 2
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
     """Heads that an error budget raised run in the caller's own precision, by a second launch: both
     look at the flags on the device."""
+    return in_tiles_that_fit(call, lambda: _attend_all(call, prepared, plan, tokens))
+
+
+def _attend_all(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
     lists = lists_of(plan, tokens, ascending=call.recipe.pv_skip is not None)
     done = _room(call, plan.counts)
     if plan.measured is None or not call.recipe.quantized:
@@ -64,14 +68,6 @@ def _finished(done: Attended) -> Attended:
     skips = done.pv_skips
     skips = skips[..., 0] if skips.shape[-1] == 1 else skips.sum(-1, dtype=torch.int32)
     return Attended(done.out, done.lse, skips)
-
-
-def tiles_of(call: Call) -> Tiles:
-    found = architecture_of(*call.where)
-    assert isinstance(found, Architecture)
-    recipe, D = call.recipe, max(call.D, call.Dv)
-    filters = recipe.pv_skip is not None
-    return found.tiles_for(recipe.precision, D, filters=filters)
 
 
 def _attend(

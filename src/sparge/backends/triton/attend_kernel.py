@@ -97,10 +97,13 @@ def attend_blocks(
         full = tl.load(n_full + row)
     else:
         # Only the last three blocks of an ascending list may be cut: by the diagonal of 128 rows
-        # or by the end of the keys.
-        last = count - 1 - tl.arange(0, 4)
-        cut = (tl.load(block_list + last, mask=last >= 0, other=0) + 1) * BLOCK_K > limit
-        full = count - tl.sum((cut & (last >= 0)).to(tl.int32), 0)
+        # or by the end of the keys. Scalar loads: a bound that comes from a reduction looks
+        # divergent to Triton before 3.9, which then spills.
+        full = count
+        for back in tl.static_range(1, 4):
+            listed = count - back >= 0
+            block = tl.load(block_list + count - back, mask=listed, other=0)
+            full -= (listed & ((block + 1) * BLOCK_K > limit)).to(tl.int32)
 
     k_base = k + b * stride_kb + h_k * stride_kh
     v_base = v + b * stride_vb + h_k * stride_vh

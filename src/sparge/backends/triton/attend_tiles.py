@@ -254,13 +254,13 @@ def walk_blocks(
 ):  # fmt: skip
     """Listed blocks `start … stop - 1`. MASKED: pairs are hidden, by the end of the keys, the
     diagonal (`last_key` of each row) or the caller's mask. The index of the next block is loaded
-    one iteration ahead and V outside of every branch: both keep the loads of K and V pipelined."""
+    one iteration ahead and V outside of every branch: both keep the loads of K and V pipelined.
+    Masked blocks are not: at most three are cut without a mask of the caller's, and the tiles of
+    a mask would take more shared memory than cards have."""
     n = tl.arange(0, BLOCK_K)
     GUARD: tl.constexpr = MASKED and (CAUSAL or MASK != NO_MASK)
-    # Without a mask of the caller's, at most three blocks are cut: too few to fill a pipeline.
-    ALONE: tl.constexpr = MASKED and MASK == NO_MASK
     i_k = tl.load(block_list + start, mask=start < stop, other=0)
-    for at in tl.range(start, stop, num_stages=1 if ALONE else None):
+    for at in tl.range(start, stop, num_stages=1 if MASKED else None):
         first_key = i_k * BLOCK_K
         left = Lk - first_key
         k = load_keys(k_base, i_k, left, stride_kn, D, BLOCK_D, HELD, MOST, CODED, MASKED)

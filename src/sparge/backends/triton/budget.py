@@ -73,7 +73,7 @@ def _first_steps(call: Call, mass: Tensor, tokens: TokenMask) -> tuple[Tensor, T
     launch(
         budget_kernel.first_steps,
         (call.n_q, call.Hq, call.B),
-        {"num_warps": 4},
+        {"num_warps": 8},
         mass=mass,
         masses=constant(budget.step_masses(), torch.float64, mass.device),
         first=first,
@@ -124,8 +124,8 @@ def _step_errors(
 
 
 def _exact_outputs(call: Call, prepared: OnDevice, tokens: TokenMask, rows: Tensor) -> Tensor:
-    dropped = {"skipped": "drop", "pool_group": Recipe.pool_group}
-    own = replace(call, recipe=replace(call.recipe, precision="exact", **dropped))
+    recipe = replace(call.recipe, precision="exact", skipped="drop", pool_group=Recipe.pool_group)
+    own = replace(call, recipe=recipe)
     assert prepared.query is not None
     assert prepared.key is not None
     assert prepared.value is not None

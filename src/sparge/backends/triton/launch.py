@@ -11,23 +11,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
 from torch import Tensor
 
-COMMON = {"enable_fp_fusion": True}
-"""Of every launch. Products are fused with sums; Triton's own default changes with its version, and
-3.9 warns of that."""
+from ...errors import Unsupported
+from . import first_launch
 
 
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel.
 
-    arguments: by the names of the kernel's parameters, constants included. options: `COMMON`,
-    `num_warps` and `num_stages`. touched: elements read or written of a tensor argument, where
-    these are fewer than it has.
+    arguments: by the names of the kernel's parameters, constants included. options: what the
+    compiler is told, such as `num_warps` and `num_stages`. touched: elements read or written of a
+    tensor argument, where these are fewer than it has.
     """
 
     kernel: Any
@@ -56,6 +56,11 @@ class Watch:
     run: bool
 
 
+COMMON = {"enable_fp_fusion": True}
+"""Options of every launch. Said, because Triton's default changes with 3.10, and unfused
+multiply-adds would cost a third more instructions."""
+SET_UP = ("C compiler", "active drivers", "libcuda")
+"""In the messages of Triton's errors where a machine lacks what a first launch needs."""
 _watches: ContextVar[tuple[Watch, ...]] = ContextVar("sparge_launches", default=())
 
 
@@ -80,7 +85,10 @@ def launch(
     **arguments: Any,
 ) -> None:
     """Launch `kernel[grid](**arguments)` on the device of its tensors. touched: as `Launch` has it,
-    a mapping or None."""
+    a mapping or None.
+
+    Raises `DoesNotFit` if the kernel needs more of a resource than the device has: Triton compares
+    the two when it loads a kernel, before it runs."""
     options = {**COMMON, **options}
     watches = _watches.get()
     if watches:
@@ -90,7 +98,32 @@ def launch(
         if not all(watch.run for watch in watches):
             return
     with _on(next(x.device for x in arguments.values() if isinstance(x, Tensor))):
-        kernel[grid](**arguments, **options)
+        try:
+            kernel[grid](**arguments, **options)
+        except Exception as error:
+            if (why := _why_not_launched(kernel.fn.__name__, error)) is not None:
+                raise why from error
+            raise
+
+
+class DoesNotFit(Unsupported):
+    """A kernel needs more of a resource than the card has. Nothing was launched."""
+
+
+def _why_not_launched(name: str, error: Exception) -> Unsupported | None:
+    """What a first launch lacked; None for every other error."""
+    from triton.runtime.errors import OutOfResources
+
+    if isinstance(error, OutOfResources):
+        needs = f"its kernel {name} needs {error.required} of {error.name}"
+        why = f"{needs}, and the card has {error.limit}"
+        way_out = "use backend='dense' or another precision, and please report the card"
+        return DoesNotFit("a kernel does not fit this card:", {"triton": why}, way_out)
+    # The launcher of a kernel is a C program that is compiled on the user's machine.
+    said = str(error)
+    if isinstance(error, OSError | CalledProcessError) or any(x in said for x in SET_UP):
+        return first_launch.explained(error, first_launch.this_machine())
+    return None
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

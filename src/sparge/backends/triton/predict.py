@@ -19,8 +19,9 @@ from .operands import key_arguments, padded, query_arguments
 from .packed import NOT_PACKED, Packed
 from .shapes import LOG2E, block_dim, per_head, within
 
-ROWS_AT_ONCE = 64
-"""Sampled rows of a program, those of several query blocks: keys are read once for all of them."""
+ROWS_AT_ONCE, EXACT_ROWS = 64, 16
+"""Sampled rows of a program, those of several query blocks: keys are read once for all of them.
+Three TF32 products of more than 16 rows take more registers than there are."""
 
 
 def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
@@ -67,13 +68,14 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
     architecture = architecture_of(*call.where)
     assert isinstance(architecture, Architecture)
     per_block = int(triton.next_power_of_2(recipe.sample_rows))
-    blocks = max(1, ROWS_AT_ONCE // per_block)
+    at_once = EXACT_ROWS if recipe.precision == "exact" else ROWS_AT_ONCE
+    blocks = max(1, at_once // per_block)
     rows = n_q * min(recipe.sample_rows, 128) * call.Hq * call.B
     tiles = packed.tiles(blocks)
     launch(
         predict_kernel.predict_rows,
         (_programs(n_q, blocks, tiles), call.Hq, call.B),
-        {"num_warps": architecture.row_warps, "num_stages": 2},
+        architecture.row_options(recipe.precision),
         touched={"q": rows * call.D, "q_scale": rows},
         tiles=tiles,
         **query_arguments(call, prepared),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...call import Call, Inputs
-from ...geometry import BLOCK_K
+from ...geometry import BLOCK_K, BLOCK_Q
 from ...qtensor import Operands, Pooled, QTensor
 from ...stages import Prepared, Statistics
 from . import prepare_kernel
@@ -26,8 +26,7 @@ from .shapes import block_dim, held_in, most_of, rotated, tl_type, unit_rows, va
 
 _OPTIONS = {"num_warps": 8, "num_stages": 2}
 _MANY_WARPS = {"num_warps": 16, "num_stages": 1}
-"""For 128 rows of 128 channels and more, which are rotated in registers at once; a second rotation
-needs more registers than a thread of so many may have."""
+"""For 128 rows of 128 channels or 64 of 256, which are rotated in registers at once."""
 CHUNKS = 64
 
 
@@ -73,10 +72,7 @@ def prepare(
     mean = _mean(call, key, inputs.key_mean, packed) if coded or pooled or similar else None
     q = _queries(call, query, mean, coded, to_attend, pooled, similar, to_plan, packed)
     k = _keys(call, key, value if reads_v else None, mean, coded, pooled, similar, packed)
-    v = inputs.key if inputs.value is None else inputs.value
-    operands = Operands(inputs.query, inputs.key, v)
-    if coded:
-        operands = _coded(call, q, k, v, packed)
+    operands = _operands(call, inputs, q, k, coded, packed)
     D = call.D
     cut = [x if x is None else x[..., :D] for x in (q["pooled"], k.pooled)]
     statistics = Statistics(cut[0], cut[1], q["similarity"], k.similarity)
@@ -96,8 +92,17 @@ def prepare(
     )
 
 
-def _coded(call: Call, q: dict[str, Any], k: _Keys, value: Tensor, packed: Packed) -> Operands:
+def _operands(
+    call: Call, inputs: Inputs, q: dict[str, Any], k: _Keys, coded: bool, packed: Packed
+) -> Operands:
+    """Codes, or the caller's own tensors in the type that they are multiplied in."""
+    value = inputs.key if inputs.value is None else inputs.value
+    if not coded:
+        held = [narrow(call, x) for x in (inputs.query, inputs.key)]
+        same = inputs.value is None
+        return Operands(held[0], held[1], held[1] if same else narrow(call, value))
     assert k.codes is not None
+    value = narrow(call, value) if k.value is None and inputs.value is not None else value
     rows = k.codes.shape[2] if packed else call.Lk
     return Operands(
         QTensor(q["codes"][..., : call.D], q["scales"]),
@@ -105,6 +110,31 @@ def _coded(call: Call, q: dict[str, Any], k: _Keys, value: Tensor, packed: Packe
         value if k.value is None else k.value,
         q["lse_shift"],
     )
+
+
+def narrow(call: Call, x: Tensor) -> Tensor:
+    """fp32 rows in the 16-bit type of a precision that multiplies in one, once for all launches:
+    loaded as fp32, tiles of K and V would take more shared memory than most cards have."""
+    held = held_in(call)
+    if x.dtype == held or held == torch.float32:
+        return x
+    x = unit_rows(x)
+    B, H, L, D = x.shape
+    out = torch.empty(x.shape, dtype=held, device=x.device)
+    launch(
+        prepare_kernel.narrow_rows,
+        (-(-L // BLOCK_K), H, B),
+        _OPTIONS,
+        x=x,
+        out=out,
+        **_strides("x", "n", x),
+        H=H,
+        L=L,
+        D=D,
+        BLOCK_D=value_dim(D),
+        MOST=most_of(held),
+    )
+    return out
 
 
 def _mean(call: Call, key: Tensor, given: Tensor | None, packed: Packed) -> Tensor:
@@ -155,6 +185,7 @@ def _queries(
 ) -> dict[str, Any]:
     B, Hq, Lq = call.B, call.Hq, call.Lq
     BLOCK_D = block_dim(call.D)
+    CODE_ROWS = code_rows(call.D)
     n_q = packed.n_q or call.n_q
     deviates = to_plan and call.measures_error
 
@@ -174,7 +205,7 @@ def _queries(
         launch(
             prepare_kernel.prepare_queries,
             (n_q, Hq, B),
-            _MANY_WARPS if BLOCK_D >= 128 and rotated(call.D) == call.D else _OPTIONS,
+            _MANY_WARPS if CODE_ROWS == BLOCK_Q and BLOCK_D == 128 else _OPTIONS,
             q=query,
             means=mean,
             **given,
@@ -192,6 +223,7 @@ def _queries(
             POOLED=pooled,
             SIMILARITY=similar,
             DEVIATION=deviates,
+            CODE_ROWS=CODE_ROWS,
             **packed.arguments(of="queries"),
         )
     return given
@@ -234,7 +266,7 @@ def _keys(
     launch(
         prepare_kernel.prepare_keys,
         (n_k, Hk, B),
-        _OPTIONS,
+        _MANY_WARPS if max(BLOCK_D, BLOCK_DV) > 128 else _OPTIONS,
         k=key,
         v=value if values else None,
         means=mean,
@@ -286,6 +318,15 @@ def _keys(
         rows = n_k * BLOCK_K if packed else call.Lk
         v = QTensor(v_codes.transpose(2, 3)[:, :, :rows, : call.Dv], v_scales, BLOCK_K)
     return _Keys(codes, scales, k_pooled, k_similarity, entries, v, v_logs)
+
+
+def code_rows(D: int) -> int:
+    """Query rows that are rotated at a time. Rows pass through shared memory, of which 128 of 256
+    channels take 128 KB; a second rotation, of a head dim that is no power of two, needs more
+    registers than a thread has for so many."""
+    if block_dim(D) > 128:
+        return 32
+    return BLOCK_Q if rotated(D) == D else 64
 
 
 def _fp8(call: Call) -> torch.dtype:

@@ -2,6 +2,7 @@
 
     sum_keys         sums of chunks of the keys of a head                [B, Hk, 64, D]
     mean_keys        the mean key of a head                              [B, Hk, D]
+    narrow_rows      fp32 rows in the 16-bit type that they are multiplied in
     prepare_queries  a query block: codes, a scale for each row, pooled token, self-similarity,
                      lse_shift, distances from the pooled token
     prepare_keys     a key block of K and V: codes with one scale, pooled token, self-similarity,
@@ -160,15 +161,31 @@ def mean_keys(sums, means, seqs, Lk, n_chunks, Hk, BLOCK_D: tl.constexpr, PACKED
     tl.store(means + (b * Hk + h) * BLOCK_D + d, total * whole)
 
 
+@triton.jit(do_not_specialize=["L"])
+def narrow_rows(
+    x, out, stride_xb, stride_xh, stride_xn, H, L, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    MOST: tl.constexpr,
+):  # fmt: skip
+    """64 rows of one head; numbers beyond the range become its largest, as `as_held` has it."""
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    rows, d = i * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    there = (rows < L)[:, None] & (d < D)[None, :]
+    token = rows.to(tl.int64)[:, None]
+    at = x + b * stride_xb + h.to(tl.int64) * stride_xh + token * stride_xn + d[None, :]
+    held = as_held(tl.load(at, mask=there, other=0.0), out.dtype.element_ty, MOST)
+    tl.store(out + ((b * H + h) * L + token) * D + d[None, :], held, mask=there)
+
+
 @triton.jit(do_not_specialize=["Lq", "n_q"])
 def prepare_queries(
     q, means, codes, scales, pooled, similarity, lse_shift, deviation, energy, seqs, seq_of_block,
     stride_qb, stride_qh, stride_qm, Hq, group, Lq, n_q, softmax_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr,
     SHIFT: tl.constexpr, POOLED: tl.constexpr, SIMILARITY: tl.constexpr, DEVIATION: tl.constexpr,
-    PACKED: tl.constexpr,
+    CODE_ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One query block of one head. Rows are those of the tokens; blocks are numbered as listed."""
+    """One query block of one head. Rows are those of the tokens; blocks are numbered as listed.
+    CODE_ROWS: rows that are rotated at a time, by way of shared memory."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq = b
     if PACKED:
@@ -197,11 +214,23 @@ def prepare_queries(
         mean = tl.load(means + (seq * (Hq // group) + h // group) * BLOCK_D + d)
         shift = tl.sum(x * mean[None, :], 1) * softmax_scale
         tl.store(lse_shift + head * Lq + token, shift, mask=valid)
-    if CODES:
+    if CODES and CODE_ROWS == BLOCK_Q:
         coded, scale = code_rows(x, BLOCK_Q, D, BLOCK_D, WIDTH, False)
         tl.store(codes + (head * Lq + token[:, None]) * BLOCK_D + d[None, :], coded,
                  mask=valid[:, None])  # fmt: skip
         tl.store(scales + head * Lq + token, scale, mask=valid)
+    elif CODES:
+        base = q + b * stride_qb + h.to(tl.int64) * stride_qh
+        for first in tl.range(0, BLOCK_Q, CODE_ROWS, num_stages=1):
+            own = (i - q_block0) * BLOCK_Q + first + tl.arange(0, CODE_ROWS)
+            some = own < own_Lq
+            at_own = (q_row0 + own).to(tl.int64)
+            y = tl.load(base + at_own[:, None] * stride_qm + d[None, :],
+                        mask=some[:, None] & (d < D)[None, :], other=0.0)  # fmt: skip
+            coded, scale = code_rows(y.to(tl.float32), CODE_ROWS, D, BLOCK_D, WIDTH, False)
+            tl.store(codes + (head * Lq + at_own[:, None]) * BLOCK_D + d[None, :], coded,
+                     mask=some[:, None])  # fmt: skip
+            tl.store(scales + head * Lq + at_own, scale, mask=some)
 
 
 @triton.jit(do_not_specialize=["Lk", "n_blocks_k"])

@@ -17,12 +17,13 @@ from ...geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
 from ...recipe import KeepError
 from ...stages import Attended, AttendedPack, SomeOf
 from ...tokenmask import TokenMask
-from .attend import attend_lists, tiles_of
+from .attend import attend_lists
 from .grids import why_too_many
 from .packed import Packed, pack
 from .predict import predict
 from .prepare import prepare
 from .select import select_lists
+from .tiles import in_tiles_that_fit, tiles_of
 
 Stage = Callable[[str], AbstractContextManager[None]]
 
@@ -64,13 +65,17 @@ def attend_packed(
             mass = predict(call, prepared, tokens)
     with stage("select"):
         counts, indices, allowed = select_lists(call, prepared, mass, tokens)
-    with stage("attend"):
+    noted = prepared.notes.get("pools")
+    pools = None if noted is None else noted[1]
+    lists = {"block_lists": indices, "n_full": None}
+
+    def attend() -> Attended:
         done = _room(call, counts)
-        noted = prepared.notes.get("pools")
-        lists = {"block_lists": indices, "n_full": None}
-        attend_lists(
-            call, prepared, counts, tokens, lists, None if noted is None else noted[1], done
-        )
+        attend_lists(call, prepared, counts, tokens, lists, pools, done)
+        return done
+
+    with stage("attend"):
+        done = in_tiles_that_fit(call, attend)
     skips = done.pv_skips.sum(-1, dtype=torch.int32)
     parts = (counts, indices, allowed, skips)
     return AttendedPack(

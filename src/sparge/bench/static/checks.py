@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .compile import Compiled, kind_of
+from .compile import Compiled, kind_of, numbers_of
 from .targets import TARGETS
 
 
@@ -30,10 +30,11 @@ class LoopIntent:
 @dataclass(frozen=True)
 class Intent:
     """loops: in the order of the kernel's; empty for a kernel whose loops are not judged. spills:
-    what is known to be spilled, and must not grow."""
+    what is known to be spilled, and must not grow; loop_spills: of it, in the first loop."""
 
     loops: tuple[LoopIntent, ...] = ()
     spills: int = 0
+    loop_spills: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,14 @@ def no_spills(compiled: Compiled, intent: Intent) -> Verdict:
     return Verdict("spills", ok, f"{text}, {compiled.registers} registers")
 
 
+def main_loop_stays_in_registers(compiled: Compiled, intent: Intent) -> Verdict:
+    """Of the first loop, which most of the time goes into: no spilled register is stored or loaded
+    in it, or no more than is known."""
+    spilled = compiled.loops[0].spills if compiled.loops and intent.loops else 0
+    text = f"{spilled} bytes an iteration, known to be up to {intent.loop_spills}"
+    return Verdict("main loop", spilled <= intent.loop_spills, text)
+
+
 def fits_shared(compiled: Compiled, intent: Intent) -> Verdict:
     limit = TARGETS[compiled.target].shared
     text = f"{compiled.shared} of {limit} bytes of shared memory"
@@ -82,10 +91,14 @@ def has_loops(compiled: Compiled, intent: Intent) -> Verdict:
 def uses_matrix_units(compiled: Compiled, intent: Intent) -> Verdict:
     """The intended products in every loop, by the target's own matrix instructions: on sm_90 by
     those of a warp group, on sm_100 by those of tensor memory."""
-    own = re.compile(TARGETS[compiled.target].matrix)
+    target, version = TARGETS[compiled.target], numbers_of(compiled.triton)
     wrong = []
     for loop, meant in zip(compiled.loops, intent.loops, strict=False):
-        kinds = {kind_of(opcode) for opcode in loop.matrix if own.match(opcode)}
+        kinds = {
+            kind
+            for opcode in loop.matrix
+            if re.match(target.matrix_of(kind := kind_of(opcode), version), opcode)
+        }
         if meant.products and kinds != set(meant.products):
             there = ", ".join(sorted(loop.matrix)) or "none"
             wrong.append(f"{meant.name}: {there} instead of {' and '.join(meant.products)}")
@@ -95,7 +108,8 @@ def uses_matrix_units(compiled: Compiled, intent: Intent) -> Verdict:
 def loads_ahead(compiled: Compiled, intent: Intent) -> Verdict:
     """K and V of a loop have as many buffers in shared memory as its loads are meant to run ahead,
     and one more where matrix instructions read them while the next iteration begins."""
-    reads_async = TARGETS[compiled.target].reads_async
+    target, version = TARGETS[compiled.target], numbers_of(compiled.triton)
+    reads_async = target.reads_async and version >= target.int8_from
     shallow = [
         f"{meant.name}: {loop.depth} deep, meant {needed}"
         for loop, meant in zip(compiled.loops, intent.loops, strict=False)
@@ -140,6 +154,7 @@ def ratchet_numbers(compiled: Compiled) -> dict[str, int]:
 RULES: tuple[Rule, ...] = (
     compiles,
     no_spills,
+    main_loop_stays_in_registers,
     fits_shared,
     has_loops,
     uses_matrix_units,

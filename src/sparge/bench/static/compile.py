@@ -19,8 +19,9 @@ from ...backends.triton.launch import Launch
 from ...errors import Unsupported
 from .assembly import Body, Code, innermost_loops, macs, read_amdgcn, read_sass
 from .ir import Buffer, Product, buffers_of_loops, products_of_loops
-from .resources import amd_resources, disassemble, nvidia_resources
-from .targets import Target
+from .ratchet import FITS_TORCH
+from .resources import amd_resources, disassemble, nvidia_resources, spilled_bytes
+from .targets import Target, Version
 
 KIND_OF = (
     ("int8", re.compile(r"I(?:MMA|GMMA)|UTCIMMA|v_(?:mfma|wmma)_i32_\w*?i[u]?8")),
@@ -62,7 +63,8 @@ class Loop:
     """One innermost loop that multiplies matrices.
 
     tiles: matrix products of the source that one iteration does; None if they cannot be told.
-    products: of the source, in one tile. buffers: of K and V in shared memory."""
+    products: of the source, in one tile. buffers: of K and V in shared memory. spills: bytes that
+    one iteration stores and loads because registers were spilled."""
 
     instructions: int
     mix: Mapping[str, int]
@@ -70,6 +72,7 @@ class Loop:
     tiles: float | None
     products: tuple[Product, ...]
     buffers: tuple[Buffer, ...]
+    spills: int = 0
 
     @property
     def per_tile(self) -> float:
@@ -85,7 +88,8 @@ class Loop:
 class Compiled:
     """spills: bytes of local memory, stored and loaded by spilled registers in the code (NVIDIA),
     or registers spilled to memory (AMD). scalar_spills: AMD's, to lanes of vector registers.
-    stack: bytes per thread. matrix: matrix instructions of the whole kernel by opcode."""
+    stack: bytes per thread. matrix: matrix instructions of the whole kernel by opcode. triton: the
+    version that compiled it."""
 
     target: str
     kernel: str
@@ -99,6 +103,20 @@ class Compiled:
     instructions: int
     matrix: Mapping[str, int]
     loops: tuple[Loop, ...]
+    triton: str = FITS_TORCH
+
+
+def triton_version() -> str:
+    """Of the package that is imported, which may not be the one that pip lists."""
+    import triton
+
+    return str(triton.__version__)
+
+
+def numbers_of(version: str) -> Version:
+    """The first two numbers of a version."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def specialize(launch: Launch, target: Target) -> Specialized:
@@ -110,7 +128,7 @@ def specialize(launch: Launch, target: Target) -> Specialized:
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(**launch.arguments, **launch.options)
     parsed, signature, constants, attributes = kernel._pack_args(
-        backend, launch.options, bound, specialization, options
+        backend, dict(launch.options), bound, specialization, options
     )
     key = f"{kernel.cache_key} {compute_cache_key({}, specialization, options)}"
     return Specialized(parsed, signature, constants, attributes, key)
@@ -149,6 +167,7 @@ def read(made: Any, kernel: str, target: Target) -> Compiled:
         instructions=len(code.instructions),
         matrix=dict(code.count(lambda x: x.is_matrix)),
         loops=loops_of(code, str(made.asm["ttir"]), str(made.asm["ttgir"]), warps),
+        triton=triton_version(),
         **found,
     )
 
@@ -168,6 +187,7 @@ def loops_of(code: Code, ttir: str, ttgir: str, warps: int) -> tuple[Loop, ...]:
             tiles=tiles_of(body, meant, warps),
             products=meant,
             buffers=through,
+            spills=spilled_bytes(body),
         )
         for body, meant, through in zip(bodies, products, buffers, strict=True)
     )

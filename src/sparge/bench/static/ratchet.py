@@ -1,18 +1,29 @@
-"""The file of instruction counts that must not grow: each entry says why it is what it is."""
+"""Instruction counts that must not grow, a file for each version of Triton: they compile the same
+kernel to different code. Each entry says why it is what it is."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...report.table import to_json
 from ...support.atomic_files import replace_file
 from ...support.json_text import Fields, parse_json, read_json_text
 
 FORMAT = "sparge.bench.static.ratchet/1"
-RATCHET = Path(__file__).with_name("ratchet.json")
+FITS_TORCH = "3.7.1"
+"""The Triton that the pinned torch asks for; the suite compiles with it."""
+VERSIONS = ("3.6.0", FITS_TORCH, "3.8.0", "3.9.0")
+"""What users have, by their torch, and the next one."""
+
+
+def ratchet_of(version: str) -> Path:
+    return Path(__file__).with_name("ratchet") / f"{version}.json"
+
+
+RATCHET = ratchet_of(FITS_TORCH)
 LEAST_REASON = 8
 
 
@@ -63,12 +74,15 @@ def update_ratchet(
         if name not in entries or dict(entries[name].numbers) != dict(numbers)
     ]
     entries |= {name: Entry(dict(found[name]), reason.strip()) for name in changed}
-    document = {
-        "format": FORMAT,
-        "entries": {
-            name: {"numbers": dict(entries[name].numbers), "reason": entries[name].reason}
-            for name in sorted(entries)
-        },
-    }
-    replace_file(path, f"{to_json(document)}\n".encode())
+    replace_file(path, _text(entries).encode())
     return changed
+
+
+def _text(entries: Mapping[str, Entry]) -> str:
+    """JSON with a line for each entry, so that a change of one is a change of one line."""
+    lines = [
+        f"    {json.dumps(name)}: {json.dumps({'numbers': dict(x.numbers), 'reason': x.reason})}"
+        for name, x in sorted(entries.items())
+    ]
+    body = ",\n".join(lines)
+    return f'{{\n  "format": "{FORMAT}",\n  "entries": {{\n{body}\n  }}\n}}\n'

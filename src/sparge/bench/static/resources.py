@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from .assembly import Code
+from .assembly import Body, Code
 
 
 def nvidia_resources(cubin: bytes, code: Code) -> dict[str, int]:
@@ -23,15 +23,18 @@ def nvidia_resources(cubin: bytes, code: Code) -> dict[str, int]:
     }
 
 
-def spilled_bytes(code: Code) -> int:
-    """Bytes of all instructions that store to or load from local memory, as ptxas counts them.
+def spilled_bytes(code: Code | Body) -> int:
+    """Bytes of all instructions that store to or load from local memory, as ptxas counts them; of
+    AMD, from scratch memory.
 
     Triton's kernels have no local arrays, so these are spilled registers."""
-    local = code.count(lambda x: x.name in ("STL", "LDL"))
+    local = code.count(lambda x: x.name in ("STL", "LDL") or x.name.startswith("scratch_"))
     return sum(n * _width(opcode) for opcode, n in local.items())
 
 
 def _width(opcode: str) -> int:
+    if words := re.match(r"scratch_(?:load|store)_dword(?:x(\d))?|scratch_\w+_b(\d+)", opcode):
+        return int(words[2]) // 8 if words[2] else 4 * int(words[1] or 1)
     bits = re.search(r"\.(64|128|U8|S8|U16|S16)\b", opcode)
     return {"64": 8, "128": 16, "U8": 1, "S8": 1, "U16": 2, "S16": 2}[bits[1]] if bits else 4
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TypeVar
 
 from .checks import Intent, Verdict, check, does_not_compile, ratchet_numbers
 from .compile import Compiled, compile_launch, specialize
@@ -21,6 +21,8 @@ from .variants import Variant, intent_of, launches_of
 
 WORKERS = 2
 Task = tuple[Variant, str]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -132,20 +134,20 @@ def compile_all(
 ) -> list[Made]:
     """In the order of the tasks. A compiler that takes its process along is a failure like any."""
     found: dict[int, list[Made]] = {}
-    for i, made in _in_pool(dict(enumerate(tasks)), WORKERS, work):
+    for i, made in in_workers(dict(enumerate(tasks)), WORKERS, work):
         found[i] = made
         step(f"{tasks[i][0].name} on {tasks[i][1]}")
     for i, task in enumerate(tasks):
         if i not in found:  # its worker died, or another's did: alone, it is known whose
-            alone = dict(_in_pool({i: task}, 1, work))
+            alone = dict(in_workers({i: task}, 1, work))
             found[i] = alone.get(i) or [failed(task, "compiler", "the compiler crashed")]
             step(f"{task[0].name} on {task[1]}")
     return [made for i in range(len(tasks)) for made in found[i]]
 
 
-def _in_pool(
-    tasks: Mapping[int, Task], workers: int, work: Callable[[Task], list[Made]]
-) -> Iterator[tuple[int, list[Made]]]:
+def in_workers(
+    tasks: Mapping[int, T], workers: int, work: Callable[[T], R]
+) -> Iterator[tuple[int, R]]:
     """What was done before a worker died, if one did."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_hush) as pool:

@@ -10,6 +10,8 @@ from typing import Any
 
 KB = 1024
 MMA, WARP_GROUP_MMA, TENSOR_MEMORY_MMA = "[IHQ]MMA", "[IHQ]GMMA", "UTC[IHQ]MMA"
+Version = tuple[int, int]
+NEVER: Version = (99, 0)
 WARP_ISSUES = 4
 """Warp instructions that a multiprocessor issues per clock, NVIDIA 8.0 to 12.0."""
 MUFU_CLOCKS = 8
@@ -22,7 +24,9 @@ class Target:
     """name: as the backend names the architecture. shared: bytes of shared memory that one program
     may have. warps, programs, shared_all, registers: of a multiprocessor. macs: multiply-adds per
     clock and multiprocessor by kind of matrix product, at the vendor's dense rates with 32-bit
-    sums. matrix: a pattern of the opcodes of its matrix instructions."""
+    sums. matrix: a pattern of the opcodes of its matrix instructions. int8_from: the version of
+    Triton from which int8 is multiplied by those; older ones use the instructions of sm_80, and
+    NEVER all of them. since: the first version that compiles for it and reads what it compiled."""
 
     name: str
     backend: str
@@ -36,6 +40,12 @@ class Target:
     macs: dict[str, int]
     source: str
     matrix: str = MMA
+    int8_from: Version = (0, 0)
+    since: Version = (0, 0)
+
+    def matrix_of(self, kind: str, version: Version) -> str:
+        """The pattern of the opcodes that products of a kind are compiled to."""
+        return MMA if kind == "int8" and version < self.int8_from else self.matrix
 
     @property
     def reads_async(self) -> bool:
@@ -65,6 +75,8 @@ def _nvidia(
     macs: dict[str, int],
     rates: str,
     matrix: str = MMA,
+    int8_from: Version = (0, 0),
+    since: Version = (0, 0),
 ) -> Target:
     return Target(
         name=f"sm_{arch}",
@@ -79,6 +91,8 @@ def _nvidia(
         macs=macs,
         source=_GUIDE + rates,
         matrix=matrix,
+        int8_from=int8_from,
+        since=since,
     )
 
 
@@ -96,7 +110,16 @@ TARGETS = {
         ),
         _nvidia(
             *(100, 228, 64, 32, {"int8": 8192, "half": 4096, "fp8": 8192}),
-            *("B200 data sheet", TENSOR_MEMORY_MMA),
+            *("B200 data sheet", TENSOR_MEMORY_MMA, (3, 8)),
+        ),
+        # Triton gives them the instructions of sm_80 for int8; the vendor's int8 rate is low.
+        _nvidia(
+            *(103, 228, 64, 32, {"int8": 256, "half": 4096, "fp8": 8192}),
+            *("B300 data sheet", TENSOR_MEMORY_MMA, NEVER, (3, 7)),
+        ),
+        _nvidia(
+            *(110, 228, 48, 24, {"int8": 256, "half": 4096, "fp8": 8192}),
+            *("Jetson Thor data sheet", TENSOR_MEMORY_MMA, NEVER, (3, 7)),
         ),
         _nvidia(120, 100, 48, 24, _GEFORCE, "RTX Blackwell whitepaper, GeForce"),
         Target(
