@@ -130,13 +130,13 @@ _CDNA = _rows(
     half=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
     exact=(Tiles(128, 4, 2), Tiles(64, 4, 1), Tiles(32, 4, 1)),
 )
-# Few registers, and none of their own for accumulators: many warps for few rows. "exact" spills at
-# every tile that was tried.
+# Few registers, and none of their own for accumulators: "exact" spills at every tile that was
+# tried, "int8" beyond head dim 128; there tiles that spill nothing need twice the instructions.
 _RDNA = _rows(
-    int8=(Tiles(64, 8, 1), Tiles(32, 8, 1), Tiles(16, 16, 1)),
-    int8_more=(Tiles(64, 8, 1), Tiles(32, 8, 1), Tiles(16, 16, 1)),
+    int8=(Tiles(64, 4, 1), Tiles(32, 8, 1), Tiles(64, 8, 1)),
+    int8_more=(Tiles(64, 4, 1), Tiles(32, 8, 1), Tiles(64, 8, 1)),
     half=(Tiles(64, 16, 1), Tiles(32, 16, 1), Tiles(16, 16, 1)),
-    exact=(Tiles(16, 16, 1), Tiles(16, 16, 1), Tiles(16, 16, 1)),
+    exact=(Tiles(16, 8, 1), Tiles(16, 8, 1), Tiles(16, 8, 1)),
 )
 # Every way that programs may share a query block, and both ways of the second filter.
 _INTERPRETED = _rows(

@@ -118,8 +118,8 @@ TARGETS = {
             *("B300 data sheet", TENSOR_MEMORY_MMA, NEVER, (3, 7)),
         ),
         _nvidia(
-            *(110, 228, 48, 24, {"int8": 256, "half": 4096, "fp8": 8192}),
-            *("Jetson Thor data sheet", TENSOR_MEMORY_MMA, NEVER, (3, 7)),
+            *(110, 228, 48, 24, {}, "none published for Jetson Thor"),
+            *(TENSOR_MEMORY_MMA, NEVER, (3, 7)),
         ),
         _nvidia(120, 100, 48, 24, _GEFORCE, "RTX Blackwell whitepaper, GeForce"),
         Target(

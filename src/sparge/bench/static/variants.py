@@ -22,7 +22,7 @@ from .checks import Intent, LoopIntent
 from .targets import TARGETS
 
 STAGES = ("prepare", "predict", "select", "attend")
-FP8 = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "gfx942")
 """Architectures with 8-bit floating point matrix products."""
 PRODUCTS = {"int8": ("int8", "half"), "int8-fast": ("int8", "fp8"), "half": ("half",), "exact": ()}
 MOST = {"sm_80": 530, "sm_89": 530, "sm_120": 545, "sm_90": 440}
@@ -35,7 +35,8 @@ KNOWN_SPILLS = {
     ("sm_120", "int8-fast", 128): (160, 40),
     ("gfx1100", "exact", 64): (160, 800),
     ("gfx1100", "half", 128): (40, 0),
-    ("gfx1100", "int8", 256): (8, 0),
+    ("gfx1100", "int8", 64): (12, 64),
+    ("gfx1100", "int8", 256): (240, 450),
 }
 """By target, precision and head dim: bytes on NVIDIA, registers on AMD; then bytes of one iteration
 of the first loop. On sm_120 it depends on the version of Triton (0 to 36 bytes); smaller tiles
