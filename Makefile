@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs lint format sanitize fuzz bench engines gpu-check resolve wheel clean setup
+.PHONY: demo test docs lint format sanitize fuzz bench engines gpu-check resolve tritons wheel clean setup
 
 setup: $(VENV)/.done
 
@@ -92,6 +92,10 @@ gpu-check:
 # Whether pip can install sparge[gpu] beside each torch that sparge takes; asks the registry, installs nothing.
 resolve:
 	scripts/resolve.sh
+
+# The static check with every Triton that users have, not only with the one that fits the pinned torch.
+tritons: setup
+	scripts/tritons.sh
 
 # One wheel for every Python and torch, built in an environment of its own and tried in an empty one.
 wheel: setup

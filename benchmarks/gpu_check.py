@@ -39,6 +39,7 @@ from benchmarks.gpu_estimates import replacements
 from benchmarks.gpu_rig import Rig
 from sparge.backends.crossover import Crossover
 from sparge.backends.triton.cost import COST
+from sparge.backends.triton.packages import triton_version
 from sparge.backends.triton.roofline import card_of, roofline
 from sparge.cli import BAD_RESULT, OK, Parser, exit_code
 from sparge.cli import main as sparge
@@ -127,7 +128,7 @@ def dry_check() -> dict[str, Any]:
 def rig_on(device: str, suite: dict[str, Any], bench: dict[str, Any]) -> Rig:
     index = torch.get_device_module(device).current_device()
     card = card_of(device, index)
-    estimated, measured = roofline(card), COST.crossover(device, index)
+    estimated, measured = roofline(card, triton_version() or ""), COST.crossover(device, index)
     return Rig(
         f"{device}:{index}",
         card,

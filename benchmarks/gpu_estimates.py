@@ -45,7 +45,7 @@ from sparge.backends.crossover import DENSE_WAY, HEAD_DIMS, UnitCosts, name_of
 from sparge.backends.triton import NAME
 from sparge.backends.triton.architectures import Architecture
 from sparge.backends.triton.launch import Launch
-from sparge.backends.triton.roofline import DENSE_SHARE, OUR_SHARE
+from sparge.backends.triton.rates import DENSE_SHARE, Throughput, rates_of
 from sparge.check import check_call
 from sparge.recipe import PRECISIONS
 from sparge.report.crossover_status import crossover_rows
@@ -104,8 +104,16 @@ def _share(rig: Rig, dtype: str, D: int, way: str, assumed: float) -> float | No
     return None if pair is None else assumed * pair[0].element / pair[1].element
 
 
+def _rates(rig: Rig) -> Throughput:
+    found = rates_of(rig.card.name, rig.card.architecture)
+    if found is None:
+        raise ValueError(f"nothing was assumed of {rig.card.architecture}")
+    return found
+
+
 def dense_share(rig: Rig) -> Any:
-    return {D: _share(rig, "bf16", D, DENSE_WAY, DENSE_SHARE) for D in HEAD_DIMS}
+    assumed = _rates(rig).dense_share
+    return {D: _share(rig, "bf16", D, DENSE_WAY, assumed) for D in HEAD_DIMS}
 
 
 def dense_share_fp32(rig: Rig) -> Any:
@@ -113,7 +121,8 @@ def dense_share_fp32(rig: Rig) -> Any:
 
 
 def our_share(rig: Rig) -> Any:
-    return {way: _share(rig, "bf16", 128, way, OUR_SHARE) for way in PRECISIONS}
+    assumed = _rates(rig).our_share
+    return {way: _share(rig, "bf16", 128, way, assumed) for way in PRECISIONS}
 
 
 def break_even(rig: Rig) -> Any:
@@ -260,15 +269,15 @@ def not_run_yet(rig: Rig) -> Any:
 
 
 ESTIMATES = (
-    Estimate("dense, 16 bits", ON_A_GPU, "70 % of the card's peak", "share", dense_share),
+    Estimate("dense, 16 bits", ON_A_GPU, "70 % of the peak; 92 %", "share", dense_share),
     Estimate("dense, fp32", ON_A_GPU, "three TF32 products", "share", dense_share_fp32),
-    Estimate("ours", ON_A_GPU, "60 % of the peak, and nothing of the softmax", "share", our_share),
+    Estimate("ours", ON_A_GPU, "one after the other, at 60 %", "share", our_share),
     Estimate("launches", ON_A_GPU, "0.3 ms per call of this backend", "seconds", launches),
-    Estimate("kept", ON_A_GPU, "75 % of a long row", "density", kept),
-    Estimate("sparse from", ON_A_GPU, "from about 8192 tokens", "tokens", sparse_from),
-    Estimate("break-even", ON_A_GPU, "runs dense attention in 16 bits", "density", break_even),
+    Estimate("kept", ON_A_GPU, "40 % of a long row", "density", kept),
+    Estimate("sparse from", ON_A_GPU, "before anything is measured", "tokens", sparse_from),
+    Estimate("break-even", ON_A_GPU, "the density below which", "density", break_even),
     Estimate("calibration", ON_A_GPU, "a minute or more, mostly compilation", "s", calibration),
-    Estimate("first call", ON_A_GPU, "would have to be compiled first", "seconds", first_call),
+    Estimate("first call", ON_A_GPU, "seconds, mostly compilation", "seconds", first_call),
     Estimate("second filter", BACKEND, "and saves no time yet", "ratio", second_filter),
     Estimate("gradients", BACKEND, "cost as much as dense attention", "ratio", gradients),
     Estimate("machine code", VERIFIED, "registers | spilled | shared", "by head dim", machine_code),

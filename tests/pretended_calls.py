@@ -33,7 +33,7 @@ WHOLE: dict[str, Any] = {"L": 4096, "stages": STAGES}
 CALLS = (
     Variant("default", DEFAULT, **WHOLE),
     Variant("vision", VISION, 64, is_causal=False, **WHOLE),
-    Variant("mask", Recipe(KeepMass(0.9)), 64, mask=True, **WHOLE),
+    Variant("mask", Recipe(KeepMass(0.9)), 64, mask=torch.bool, **WHOLE),
     Variant("int8-fast", replace(DEFAULT, precision="int8-fast"), targets=FP8, **WHOLE),
     Variant("half", Recipe(KeepFraction(0.3), precision="half", pv_skip=8.0), **WHOLE),
     Variant("exact", Recipe(precision="exact"), 64, dtype=torch.float32, **WHOLE),

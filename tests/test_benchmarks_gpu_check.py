@@ -17,7 +17,8 @@ from benchmarks import gpu_check, gpu_estimates, gpu_rig
 from benchmarks.gpu_estimates import ESTIMATES
 from benchmarks.gpu_rig import Rig
 from gpus import pretend, properties
-from sparge.backends.triton.roofline import DENSE_SHARE, OUR_SHARE, Card, roofline
+from sparge.backends.triton.rates import DENSE_SHARE, OUR_SHARE
+from sparge.backends.triton.roofline import Card, roofline
 from sparge.cli.bench_command import FORMAT as BENCH_FORMAT
 from sparge.recipe import PRECISIONS
 from static_runs import needs_triton

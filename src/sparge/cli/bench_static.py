@@ -94,10 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
 def run_draws(args: argparse.Namespace, targets: list[str], version: str) -> int:
     start = time.perf_counter()
-    variants = draws(args.draws, args.seed)
-    n = len(tasks_of(variants, targets))
-    with progress("compiling", n) as step:
-        found = compile_draws(variants, targets, step=step)
+    tasks = tasks_of(draws(args.draws, args.seed), targets)
+    with progress("compiling", len(tasks)) as step:
+        found = compile_draws(tasks, step=step)
     unlisted = found.unlisted
     document: dict[str, Any] = {
         "format": DRAWS_FORMAT,

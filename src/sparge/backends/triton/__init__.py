@@ -63,6 +63,13 @@ def _refusal(host: Host, call: Call) -> str | None:
             f"{found.name} has no fp8 matrix instructions, which int8-fast needs (sm_89, gfx942 "
             "and newer have); use precision 'int8'"
         )
+    most = found.most_sampled(call.recipe.precision, call.D)
+    if call.samples_rows and call.recipe.sample_rows > most:
+        return (
+            f"sample_rows must be at most {most} on {found.name} in precision "
+            f"{call.recipe.precision!r} at head dim {call.D}, got {call.recipe.sample_rows}; use "
+            "fewer, or precision 'int8'"
+        )
     return why_too_large(call, found.name)
 
 

@@ -77,14 +77,23 @@ class Architecture:
         way = "int8+more" if way == "int8" and (filters or masked) else way
         return self.rows[way, 64 if D <= 64 else 128 if D <= 128 else 256]
 
-    def row_options(self, precision: str) -> dict[str, int]:
-        """Of a program that scores sampled rows. With 4 warps, gfx11 spills 8 registers. Three TF32
-        products of a deeper loop spill, and on sm_100 resemble a miscompilation that later versions
-        of Triton mend (its issue 10821)."""
+    def row_options(self, precision: str, *, masked: bool) -> dict[str, int]:
+        """Of a program that scores sampled rows. Warps as many as registers need. One stage where
+        there are few: three TF32 products of a deeper loop spill, and on sm_100 resemble a
+        miscompilation that later versions of Triton mend (its issue 10821)."""
+        if self.name.startswith(("gfx11", "gfx12")):
+            return {"num_warps": 8 if precision.startswith("int8") else 16, "num_stages": 1}
+        few = self.name.startswith("gfx") or (precision.startswith("int8") and not masked)
+        return {"num_warps": 4 if few else 8, "num_stages": 1 if precision == "exact" else 2}
+
+    def most_sampled(self, precision: str, D: int) -> int:
+        """Rows of a query block that one program can score: more take shared memory that cards do
+        not have, and three TF32 products of 64 would be chained on sm_100 (see `row_options`)."""
+        if self.name == INTERPRETER or precision.startswith("int8"):
+            return 128
         if precision == "exact":
-            return {"num_warps": 8, "num_stages": 1}
-        few = self.name.startswith(("gfx11", "gfx12"))
-        return {"num_warps": 8 if few else 4, "num_stages": 2}
+            return 32 if D <= 128 else 16
+        return 128 if D <= 128 else 64
 
     @property
     def fp32(self) -> str:

@@ -95,7 +95,8 @@ def _dropped_masses(
     launch(
         budget_kernel.survey_rows,
         (-(-n // 16), call.Hq, call.B),
-        _OPTIONS,
+        # Three TF32 products need more registers, and are not chained on sm_100.
+        {"num_warps": 8, "num_stages": 1} if call.recipe.precision == "exact" else _OPTIONS,
         **query_arguments(call, prepared),
         **key_arguments(call, prepared),
         **mask_arguments(tokens),

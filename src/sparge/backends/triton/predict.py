@@ -75,7 +75,7 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
     launch(
         predict_kernel.predict_rows,
         (_programs(n_q, blocks, tiles), call.Hq, call.B),
-        architecture.row_options(recipe.precision),
+        architecture.row_options(recipe.precision, masked=call.has_mask),
         touched={"q": rows * call.D, "q_scale": rows},
         tiles=tiles,
         **query_arguments(call, prepared),

@@ -20,7 +20,7 @@ from ...qtensor import Operands, Pooled, QTensor
 from ...stages import Prepared, Statistics
 from . import prepare_kernel
 from .architectures import Architecture, architecture_of
-from .launch import launch
+from .launch import DoesNotFit, launch
 from .packed import NOT_PACKED, Packed
 from .shapes import block_dim, held_in, most_of, rotated, tl_type, unit_rows, value_dim
 
@@ -28,6 +28,7 @@ _OPTIONS = {"num_warps": 8, "num_stages": 2}
 _MANY_WARPS = {"num_warps": 16, "num_stages": 1}
 """For 128 rows of 128 channels or 64 of 256, which are rotated in registers at once."""
 CHUNKS = 64
+FEWEST_CODE_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,6 @@ def _queries(
 ) -> dict[str, Any]:
     B, Hq, Lq = call.B, call.Hq, call.Lq
     BLOCK_D = block_dim(call.D)
-    CODE_ROWS = code_rows(call.D)
     n_q = packed.n_q or call.n_q
     deviates = to_plan and call.measures_error
 
@@ -201,7 +201,8 @@ def _queries(
         "deviation": room(deviates, B, Hq, Lq),
         "energy": room(deviates, B, Hq, n_q),
     }
-    if any(x is not None for x in given.values()):
+
+    def run(CODE_ROWS: int) -> None:
         launch(
             prepare_kernel.prepare_queries,
             (n_q, Hq, B),
@@ -226,6 +227,12 @@ def _queries(
             CODE_ROWS=CODE_ROWS,
             **packed.arguments(of="queries"),
         )
+
+    if any(x is not None for x in given.values()):
+        try:
+            run(code_rows(call.D))
+        except DoesNotFit:
+            run(FEWEST_CODE_ROWS)
     return given
 
 
@@ -325,7 +332,7 @@ def code_rows(D: int) -> int:
     channels take 128 KB; a second rotation, of a head dim that is no power of two, needs more
     registers than a thread has for so many."""
     if block_dim(D) > 128:
-        return 32
+        return FEWEST_CODE_ROWS
     return BLOCK_Q if rotated(D) == D else 64
 
 

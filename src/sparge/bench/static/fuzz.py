@@ -11,12 +11,13 @@ again.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ...backends.triton.launch import Launch
 from ...recipe import (
     POOL_GROUPS,
     PRECISIONS,
@@ -29,9 +30,10 @@ from ...recipe import (
     Recipe,
 )
 from .checks import Intent, fits_shared
-from .compile import compile_launch, specialize
-from .suite import WORKERS, Task, in_workers, reason_of, tasks_of
-from .targets import TARGETS
+from .compile import Compiled, build, read, specialize
+from .resources import nvidia_stack
+from .suite import WORKERS, Task, in_workers, reason_of
+from .targets import TARGETS, Target
 from .variants import FP8, STAGES, Variant, launches_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -143,6 +145,19 @@ def draws(n: int, seed: int) -> list[Variant]:
     return list(made.values())
 
 
+def compile_and_weigh(launch: Launch, target: Target) -> Compiled:
+    """As `compile_launch`; machine code is read only where registers may be spilled, which takes as
+    long as compiling."""
+    made = build(launch, target)
+    stack = nvidia_stack(made.asm["cubin"]) if target.is_nvidia else 1
+    if stack:
+        return read(made, launch.name, target)
+    warps, stages, shared = (
+        getattr(made.metadata, name) for name in ("num_warps", "num_stages", "shared")
+    )
+    return Compiled(target.name, launch.name, warps, stages, 0, 0, 0, 0, shared, 0, {}, ())
+
+
 _seen: dict[str, set[str]] = {}
 """Kernels that this worker has compiled, by target."""
 
@@ -166,7 +181,7 @@ def compile_draw(task: Task) -> Found:
                 continue
             seen.add(key)
             n += 1
-            made = compile_launch(launch, TARGETS[target])
+            made = compile_and_weigh(launch, TARGETS[target])
         except Exception as error:
             faults.append(Fault(variant.name, launch.name, target, reason_of(error)))
             continue
@@ -182,14 +197,9 @@ def compile_draw(task: Task) -> Found:
     return Found(n, tuple(faults), tuple(spills))
 
 
-def compile_draws(
-    variants: Sequence[Variant],
-    targets: Iterable[str],
-    *,
-    step: Callable[[str], None] = lambda _: None,
-) -> Found:
-    """All of them. A draw whose compiler crashed is compiled again, alone."""
-    tasks = dict(enumerate(tasks_of(variants, targets)))
+def compile_draws(each: Sequence[Task], *, step: Callable[[str], None] = lambda _: None) -> Found:
+    """All of them, each for its target. A draw whose compiler crashed is compiled again, alone."""
+    tasks = dict(enumerate(each))
     found: list[Found] = []
     waiting = dict(tasks)
     for workers in (WORKERS, 1):

@@ -10,14 +10,25 @@ from pathlib import Path
 from .assembly import Body, Code
 
 
-def nvidia_resources(cubin: bytes, code: Code) -> dict[str, int]:
+def nvidia_stack(cubin: bytes) -> int:
+    """Bytes of stack of a thread: without any, nothing is spilled."""
+    return _usage(cubin)[1]
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
     text = _run_tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
         raise ValueError(f"cuobjdump tells no resource usage: {text[:200]!r}")
+    return int(found[1]), int(found[2])
+
+
+def nvidia_resources(cubin: bytes, code: Code) -> dict[str, int]:
+    registers, stack = _usage(cubin)
     return {
-        "registers": int(found[1]),
-        "stack": int(found[2]),
+        "registers": registers,
+        "stack": stack,
         "spills": spilled_bytes(code),
         "scalar_spills": 0,
     }
