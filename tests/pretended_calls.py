@@ -68,6 +68,11 @@ def plain(x: Any) -> Any:
     return json.loads(json.dumps(x, default=str))
 
 
+def without_paths(name: str, option: Any) -> Any:
+    """Libraries by their names: a cache may come from another copy of the same Triton."""
+    return [each[0] for each in option or ()] if name == "extern_libs" else option
+
+
 def differences(made: Launched, launch: Launch, target: Target) -> list[str]:
     """Between a launch and what the static check compiles for the same one."""
     how = specialize(launch, target)
@@ -78,7 +83,10 @@ def differences(made: Launched, launch: Launch, target: Target) -> list[str]:
         "signature": (made.signature, how.signature),
         "constants": (made.constants, how.constants),
         "attributes": (made.attributes, how.attributes),
-        **{name: (plain(made.options.get(name)), value) for name, value in told.items()},
+        **{
+            name: (without_paths(name, plain(made.options.get(name))), without_paths(name, value))
+            for name, value in told.items()
+        },
         "binary": (
             sha256(made.binary).hexdigest(),
             sha256(build(launch, target).kernel).hexdigest(),

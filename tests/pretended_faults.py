@@ -104,7 +104,7 @@ def faults() -> dict[str, str]:
         with traffic.capture():
             found["copy in a graph"] = raised(lambda: torch.ones(4).to("cuda:0"))
         found["reads"], found["waits"] = str(len(traffic.reads)), str(len(traffic.waits))
-    with pretended(replace(card, shared=48 * 1024)):
+    with pretended(replace(card, shared=4 * 1024)):
         found["shared"] = raised(lambda: attend(DEFAULT_CALL, on_card(DEFAULT_CALL)))
     with pretended(card, refuses=False) as traffic:
         x = torch.empty(4, device="cuda:0")

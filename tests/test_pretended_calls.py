@@ -99,7 +99,7 @@ def test_reads_and_waits_are_refused(planted):
         ("other card", "ValueError: pointer argument kinds cannot be accessed from Triton"),
         ("grid", "RuntimeError: grid (1, 65536, 1) is beyond"),
         ("a name", "KeyError: 'Keyword argument unheard was specified but unrecognised'"),
-        ("shared", "OutOfResources: out of resource: shared memory, Required: 65536"),
+        ("shared", "DoesNotFit: a kernel does not fit this card"),
         ("zeros", "[[0.0, 0.0, 0.0, 0.0], 0.0, 2]"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sparge.bench.static import checks, ir, ratchet, roofline, suite
-from sparge.bench.static.checks import Intent
+from sparge.bench.static.checks import Intent, LoopIntent
 from sparge.bench.static.targets import TARGETS
 from static_runs import MEANT, a_kernel, a_loop
 
@@ -23,7 +23,7 @@ def red_rules(compiled, intent=MEANT, recorded=None):
 def test_a_good_kernel_is_green():
     verdicts = checks.check(a_kernel(), MEANT, {"loop 1": 500})
     assert all(verdict.ok and verdict.reason for verdict in verdicts)
-    assert len({verdict.rule for verdict in verdicts}) == len(verdicts) == 8
+    assert len({verdict.rule for verdict in verdicts}) == len(verdicts) == 10
 
 
 @pytest.mark.parametrize(
@@ -161,3 +161,36 @@ def test_programs_on_a_multiprocessor():
     assert programs(registers=128, shared=50000) == (2, "registers")
     assert programs(registers=32, shared=80000) == (2, "shared memory")
     assert programs(registers=16, shared=0) == (8, "warps")
+
+
+def test_chained_products_stay_off_tensor_memory():
+    made = a_kernel(matrix={"UTCHMMA": 4}, target="sm_100")
+    for chained, ok in ((True, False), (False, True)):
+        assert checks.chains_nothing(made, checks.Intent(chained=chained)).ok == ok
+    assert checks.chains_nothing(a_kernel(), checks.Intent(chained=True)).ok
+
+
+def test_the_main_loop_stays_in_registers():
+    spills = a_kernel(a_loop(spills=36), a_loop(), spills=72, stack=24)
+    loops = (LoopIntent("full"), LoopIntent("partial"))
+    for known, ok in ((0, False), (35, False), (36, True)):
+        intent = Intent(loops, spills=72, loop_spills=known)
+        assert checks.main_loop_stays_in_registers(spills, intent).ok == ok
+    later = a_kernel(a_loop(), a_loop(spills=36), spills=72, stack=24)
+    assert checks.main_loop_stays_in_registers(later, Intent(loops)).ok
+
+
+def test_int8_is_multiplied_by_what_a_version_of_triton_knows():
+    """By the instruction of sm_80 on sm_100 before 3.8, and on sm_103 with every version."""
+    meant = Intent((LoopIntent("full", ("int8", "half")),))
+    old = {"IMMA.16832.S8.S8": 32, "UTCHMMA": 4}
+    new = {"UTCIMMA": 8, "UTCHMMA": 4}
+    for target, version, matrix, ok in (
+        ("sm_100", "3.7.1", old, True),
+        ("sm_100", "3.8.0", old, False),
+        ("sm_100", "3.8.0", new, True),
+        ("sm_103", "3.9.0", old, True),
+        ("sm_90", "3.9.0", old, False),
+    ):
+        made = a_kernel(a_loop(matrix=matrix), target=target, triton=version)
+        assert checks.uses_matrix_units(made, meant).ok == ok, (target, version)

@@ -54,13 +54,21 @@ def test_draws_are_the_same_for_a_seed_and_reach_everything():
 
 def test_spills_are_known_by_kernel_target_precision_and_head_dim():
     spill = fuzz.Spill("a draw", "attend_blocks", "sm_89", "exact", 256, 500, 8)
-    known = fuzz.KnownSpill("attend_blocks", ("sm_",), "exact", 160, 600)
-    assert known.covers(spill)
+    assert fuzz.KnownSpill("attend_blocks", ("sm_",), 600).covers(spill)
+    assert fuzz.KnownSpill("attend_blocks", ("sm_",), 500, ("exact",), (160, 256)).covers(spill)
     for other in (
-        fuzz.KnownSpill("predict_rows", ("sm_",), "exact", 160, 600),
-        fuzz.KnownSpill("attend_blocks", ("gfx",), "exact", 160, 600),
-        fuzz.KnownSpill("attend_blocks", ("sm_",), "half", 160, 600),
-        fuzz.KnownSpill("attend_blocks", ("sm_",), "exact", 257, 600),
-        fuzz.KnownSpill("attend_blocks", ("sm_",), "exact", 160, 400),
+        fuzz.KnownSpill("predict_rows", ("sm_",), 600),
+        fuzz.KnownSpill("attend_blocks", ("gfx",), 600),
+        fuzz.KnownSpill("attend_blocks", ("sm_",), 499),
+        fuzz.KnownSpill("attend_blocks", ("sm_",), 600, ("half",)),
+        fuzz.KnownSpill("attend_blocks", ("sm_",), 600, ("exact",), (160, 192)),
     ):
         assert not other.covers(spill)
+
+
+def test_head_dims_64_and_128_spill_nothing_in_8_bits_but_where_it_is_said():
+    """The shapes that most models have."""
+    plain = [x for x in fuzz.KNOWN if x.kernel == "attend_blocks" and x.targets[0] != "gfx1100"]
+    for D, precision in ((64, "int8"), (128, "int8"), (64, "int8-fast")):
+        spill = fuzz.Spill("a draw", "attend_blocks", "sm_89", precision, D, 4, 4)
+        assert not any(x.covers(spill) for x in plain)

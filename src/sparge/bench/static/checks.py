@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .compile import Compiled, kind_of, numbers_of
-from .targets import TARGETS
+from .targets import TARGETS, TENSOR_MEMORY_MMA
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class LoopIntent:
 @dataclass(frozen=True)
 class Intent:
     """loops: in the order of the kernel's; empty for a kernel whose loops are not judged. spills:
-    what is known to be spilled, and must not grow; loop_spills: of it, in the first loop."""
+    what is known to be spilled, and must not grow; loop_spills: of it, in the first loop. chained:
+    fp32 is multiplied by three products into one sum."""
 
     loops: tuple[LoopIntent, ...] = ()
     spills: int = 0
     loop_spills: int = 0
+    chained: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,14 @@ def uses_matrix_units(compiled: Compiled, intent: Intent) -> Verdict:
     return Verdict("matrix", not wrong, "; ".join(wrong) or ", ".join(sorted(compiled.matrix)))
 
 
+def chains_nothing(compiled: Compiled, intent: Intent) -> Verdict:
+    """Chained products stay off the unit of tensor memory, where versions of Triton up to 3.8 may
+    miscompile them inside a loop (its issue 10821)."""
+    there = [x for x in compiled.matrix if re.match(TENSOR_MEMORY_MMA, x)]
+    wrong = intent.chained and bool(there)
+    return Verdict("chained", not wrong, ", ".join(there) if wrong else "none on tensor memory")
+
+
 def loads_ahead(compiled: Compiled, intent: Intent) -> Verdict:
     """K and V of a loop have as many buffers in shared memory as its loads are meant to run ahead,
     and one more where matrix instructions read them while the next iteration begins."""
@@ -158,6 +168,7 @@ RULES: tuple[Rule, ...] = (
     fits_shared,
     has_loops,
     uses_matrix_units,
+    chains_nothing,
     loads_ahead,
     short_loops,
 )

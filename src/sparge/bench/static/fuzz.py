@@ -80,24 +80,26 @@ class Found:
 
 @dataclass(frozen=True)
 class KnownSpill:
-    """targets: how their names begin. D: the smallest head dim. most: bytes, or registers (AMD)."""
+    """targets: how their names begin. precisions, D: of the calls, all of them if empty. most:
+    bytes on NVIDIA, registers on AMD."""
 
     kernel: str
     targets: tuple[str, ...]
-    precision: str
-    D: int
     most: int
+    precisions: tuple[str, ...] = ()
+    D: tuple[int, ...] = ()
 
     def covers(self, spill: Spill) -> bool:
         return (
             spill.kernel == self.kernel
             and spill.target.startswith(self.targets)
-            and spill.precision == self.precision
-            and spill.D >= self.D
+            and (not self.precisions or spill.precision in self.precisions)
+            and (not self.D or spill.D in self.D)
             and spill.amount <= self.most
         )
 
 
+UNEVEN, LARGE = (40, 72, 80, 96), (160, 192, 256)
 KNOWN: tuple[KnownSpill, ...] = ()
 """What is told in docs/limits.md."""
 

@@ -136,8 +136,9 @@ def _launches_of_pack(call: Call, inputs: Inputs) -> dict[str, list[Launch]]:
 def intent_of(variant: Variant, launch: Launch, stage: str, target: str) -> Intent:
     """What the attention kernel's loops are meant to be; other kernels' loops are not judged."""
     known, in_loop = KNOWN_SPILLS.get((target, variant.recipe.precision, variant.D), (0, 0))
+    chained = variant.recipe.precision == "exact"
     if stage != "attend":
-        return Intent(spills=known)
+        return Intent(spills=known, chained=chained)
     recipe, ahead = variant.recipe, int(launch.options.get("num_stages", 1)) - 1
     products = PRODUCTS[recipe.precision]
     plain = recipe.precision == "int8" and recipe.pv_skip is None
@@ -151,7 +152,7 @@ def intent_of(variant: Variant, launch: Launch, stage: str, target: str) -> Inte
     if recipe.pools:  # its V is never in fp8, and tiles without entries are branched around
         pooled = PRODUCTS["int8"] if recipe.quantized else products
         loops.append(LoopIntent("pooled", pooled))
-    return Intent(tuple(loops), known, in_loop)
+    return Intent(tuple(loops), known, in_loop, chained)
 
 
 def _attend(
@@ -182,6 +183,13 @@ def default_variants() -> list[Variant]:
         _attend("half", 128, pool=False),
         _attend("int8", 256, pool=False),
         replace(_attend("exact", 64, pool=False), dtype=torch.float32),
+        Variant(
+            "exact",
+            Recipe(precision="exact"),
+            stages=("predict",),
+            dtype=torch.float32,
+            targets=("sm_89", "sm_90", "sm_100", "gfx942"),
+        ),
         # Kernels that the default recipe does not launch: one target of each kind.
         Variant(
             "error budget",
