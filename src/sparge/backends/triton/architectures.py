@@ -75,7 +75,9 @@ class Architecture:
         """filters: the second filter is on. masked: a mask is given. Both take registers."""
         way = "int8" if precision == "int8-fast" else precision
         way = "int8+more" if way == "int8" and (filters or masked) else way
-        return self.rows[way, 64 if D <= 64 else 128 if D <= 128 else 256]
+        size = 64 if D <= 64 else 128 if D <= 128 else 256
+        filtered = self.rows.get((f"{way}+filter", size)) if filters else None
+        return filtered or self.rows[way, size]
 
     def row_options(self, precision: str, *, masked: bool) -> dict[str, int]:
         """Of a program that scores sampled rows. Warps as many as registers need. One stage where
@@ -131,8 +133,14 @@ _WGMMA = _rows(
     half=(_WHOLE, _WHOLE, _HALF_ROWS),
     exact=_EXACT,
 )
+# Sums in tensor memory that are reduced to flags do not compile before Triton 3.8: tiles of 32 rows
+# are multiplied as on sm_80.
+_SM_100 = {
+    **_WGMMA,
+    **{("half+filter", D): Tiles(32, warps, 2) for D, warps in ((64, 4), (128, 4), (256, 8))},
+}
 # sm_103 and sm_110 multiply int8 as sm_80 does, and 16 bits as sm_100 does.
-_MIXED = {**_WGMMA, ("int8", 64): _ROOMY, ("int8+more", 64): _ROOMY}
+_MIXED = {**_SM_100, ("int8", 64): _ROOMY, ("int8+more", 64): _ROOMY}
 _CDNA = _rows(
     int8=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
     int8_more=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
@@ -164,7 +172,7 @@ TABLE = {
         ("sm_87", _MMA_SYNC, None, 163, "as sm_80"),
         ("sm_89", _MMA_SYNC, _FN, 99, "compiled"),
         ("sm_90", _WGMMA, _FN, 227, "compiled"),
-        ("sm_100", _WGMMA, _FN, 227, "compiled"),
+        ("sm_100", _SM_100, _FN, 227, "compiled"),
         ("sm_103", _MIXED, _FN, 227, "compiled"),
         ("sm_110", _MIXED, _FN, 227, "compiled"),
         ("sm_120", _MMA_SYNC, _FN, 99, "compiled"),
