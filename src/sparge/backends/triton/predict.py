@@ -60,6 +60,8 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
             tiles=tiles,
             scale_log2=call.scale * LOG2E,
             BLOCK_D=block_dim(call.D),
+            # 64 of 256 channels fill the shared memory of a compute unit.
+            KEYS=64 if block_dim(call.D) <= 128 else 32,
             MASK=mask_arguments(tokens)["MASK"],
             JUDGE=judged,
             **common,

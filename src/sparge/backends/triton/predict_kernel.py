@@ -1,6 +1,6 @@
 """The mass map: how much of its attention each query block gives each key block.
 
-    predict_means   softmax over the pooled tokens, 16 query blocks x 64 key blocks at a time
+    predict_means   softmax over the pooled tokens, 16 query blocks x KEYS key blocks at a time
     predict_rows    a few rows of each query block, scored exactly in the precision of the call:
                     once for their maxima and sums, once for the mass of each block; `"blend"`
                     averages that with the softmax over the pooled tokens in the same walk
@@ -60,10 +60,10 @@ def add_scores(s, best, total):
 def predict_means(
     q_pooled, k_pooled, k_similarity, least, kinds, mass, seqs, tiles,
     stride_nb, stride_nh, Hq, group, Lq, Lk, n_q, n_k, n_blocks_k, offset, scale_log2,
-    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, JUDGE: tl.constexpr,
-    PACKED: tl.constexpr,
+    BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    JUDGE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Predictor `"mean"`: 16 query blocks of one head."""
+    """Predictor `"mean"`: 16 query blocks of one head, KEYS key blocks at a time."""
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq, first = first_block_of(tiles, tl.program_id(0), 16, PACKED)
     _, own_Lq, _, own_Lk, q_block0, k_block0, own_offset = sequence_of(
@@ -71,7 +71,7 @@ def predict_means(
     )
     i = first + tl.arange(0, 16)
     here = i * BLOCK_Q < own_Lq
-    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, KEYS)
     head, key_head = b * Hq + h, b * (Hq // group) + h // group
     row = head * n_q + q_block0 + i
     q = tl.load(q_pooled + row[:, None] * BLOCK_D + d[None, :], mask=here[:, None], other=0.0)
@@ -79,7 +79,7 @@ def predict_means(
     total = tl.zeros([16], tl.float32)
     own_n_k = tl.cdiv(own_Lk, BLOCK_K)
     for step in tl.range(0, 2):
-        for start in tl.range(0, own_n_k, BLOCK_K):
+        for start in tl.range(0, own_n_k, KEYS):
             j = start + n
             at = (key_head * n_blocks_k + k_block0 + j)[None, :] * BLOCK_D + d[:, None]
             k = tl.load(k_pooled + at, mask=(j < own_n_k)[None, :], other=0.0)

@@ -118,7 +118,13 @@ KNOWN = (
     KnownSpill("survey_rows", CDNA, 8),
     *(
         KnownSpill(kernel, RDNA, 900)
-        for kernel in ("attend_blocks", "predict_rows", "survey_rows", "measure_rows")
+        for kernel in (
+            "attend_blocks",
+            "predict_means",
+            "predict_rows",
+            "survey_rows",
+            "measure_rows",
+        )
     ),
 )
 """Told in docs/limits.md. Beside the loops that most time goes into (attend_blocks at head dims 64
