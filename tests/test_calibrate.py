@@ -195,6 +195,8 @@ def test_a_failure_is_kept_and_shown(unmeasured, monkeypatch, capsys):
 def test_an_interrupted_calibration_ends_its_thread_and_is_tried_again(unmeasured, monkeypatch):
     """Ctrl-C: the thread was left running native code, and nothing was measured afterwards."""
     measure, ended = calibrate.measure, threading.Event()
+    # A process that a shell started in the background ignores SIGINT, and so do its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(proceed):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -206,8 +208,11 @@ def test_an_interrupted_calibration_ends_its_thread_and_is_tried_again(unmeasure
             ended.set()
 
     monkeypatch.setattr(calibrate, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        a_run()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            a_run()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.is_set()
     assert "sparge-calibrate" not in {thread.name for thread in threading.enumerate()}
     assert not cache_directory().exists()
@@ -219,6 +224,7 @@ def test_an_interrupted_calibration_ends_its_thread_and_is_tried_again(unmeasure
 def test_ctrl_c_in_a_real_calibration_ends_the_process_as_python_does(tmp_path):
     code = (
         "import os, signal, threading, time, torch, sparge\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def interrupt():\n"
         "    while 'sparge-calibrate' not in {t.name for t in threading.enumerate()}:\n"
         "        time.sleep(0.001)\n"
