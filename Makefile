@@ -37,7 +37,7 @@ demo: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.demo)
 # for what tests/interpreted.py leaves out, and compiled ahead of time for every architecture. Neither may hang.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-report=term --cov-fail-under=95
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 timeout 900 $(BIN)/python -m pytest -n auto -q
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 timeout 1200 $(BIN)/python -m pytest -n auto -q
 	timeout 900 $(BIN)/sparge bench --static
 
 # The site, in site/. Strict: a broken link or reference fails. Nothing is fetched while it builds.
