@@ -70,14 +70,21 @@ class Architecture:
         return self.tiles_for("int8", 128)
 
     def tiles_for(
-        self, precision: str, D: int, *, filters: bool = False, masked: bool = False
+        self,
+        precision: str,
+        D: int,
+        *,
+        filters: bool = False,
+        masked: bool = False,
+        uneven: bool = False,
     ) -> Tiles:
-        """filters: the second filter is on. masked: a mask is given. Both take registers."""
+        """filters: the second filter is on. masked: a mask is given. Both take registers. uneven: a
+        head dim is no multiple of 16."""
         way = "int8" if precision == "int8-fast" else precision
         way = "int8+more" if way == "int8" and (filters or masked) else way
         size = 64 if D <= 64 else 128 if D <= 128 else 256
-        filtered = self.rows.get((f"{way}+filter", size)) if filters else None
-        return filtered or self.rows[way, size]
+        older = self.rows.get((f"{way}+older", size)) if filters or uneven else None
+        return older or self.rows[way, size]
 
     def row_options(self, precision: str, *, masked: bool) -> dict[str, int]:
         """Of a program that scores sampled rows. Warps as many as registers need. One stage where
@@ -133,11 +140,11 @@ _WGMMA = _rows(
     half=(_WHOLE, _WHOLE, _HALF_ROWS),
     exact=_EXACT,
 )
-# Sums in tensor memory that are reduced to flags do not compile before Triton 3.8: tiles of 32 rows
-# are multiplied as on sm_80.
+# Before Triton 3.8, sums in tensor memory that are reduced to flags do not compile, nor do loads
+# ahead of rows that are no multiple of 16 long: tiles of 32 rows are multiplied as on sm_80.
 _SM_100 = {
     **_WGMMA,
-    **{("half+filter", D): Tiles(32, warps, 2) for D, warps in ((64, 4), (128, 4), (256, 8))},
+    **{("half+older", D): Tiles(32, warps, 2) for D, warps in ((64, 4), (128, 8), (256, 8))},
 }
 # sm_103 and sm_110 multiply int8 as sm_80 does, and 16 bits as sm_100 does.
 _MIXED = {**_SM_100, ("int8", 64): _ROOMY, ("int8+more", 64): _ROOMY}

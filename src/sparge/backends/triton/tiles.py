@@ -21,7 +21,8 @@ def tiles_of(call: Call) -> Tiles:
     assert isinstance(found, Architecture)
     recipe, D = call.recipe, max(call.D, call.Dv)
     filters, masked = recipe.pv_skip is not None, call.has_mask
-    tiles = found.tiles_for(recipe.precision, D, filters=filters, masked=masked)
+    uneven = call.D % 16 != 0 or call.Dv % 16 != 0
+    tiles = found.tiles_for(recipe.precision, D, filters=filters, masked=masked, uneven=uneven)
     return _smaller.get((found.name, tiles), tiles)
 
 

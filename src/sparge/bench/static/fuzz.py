@@ -103,19 +103,21 @@ UNEVEN, LARGE = (40, 72, 80, 96), (160, 192, 256)
 NVIDIA, CDNA, RDNA = ("sm_",), ("gfx9",), ("gfx1",)
 KNOWN = (
     KnownSpill("attend_blocks", NVIDIA, 2200, ("exact",)),
-    KnownSpill("attend_blocks", NVIDIA, 1700, D=(*UNEVEN, *LARGE)),
+    KnownSpill("attend_blocks", NVIDIA, 2000, D=(*UNEVEN, *LARGE)),
     KnownSpill("attend_blocks", NVIDIA, 160, ("half", "int8-fast"), (128,)),
     KnownSpill("attend_blocks", ("sm_10", "sm_110"), 16, ("int8",), (128,)),
     KnownSpill("prepare_keys", NVIDIA, 4600, D=LARGE),
-    KnownSpill("prepare_keys", NVIDIA, 64, D=UNEVEN),
+    KnownSpill("prepare_keys", NVIDIA, 128, D=UNEVEN),
     KnownSpill("prepare_queries", NVIDIA, 1700, D=LARGE),
     KnownSpill("measure_rows", NVIDIA, 2600),
     KnownSpill("predict_rows", NVIDIA, 300),
     KnownSpill("predict_means", NVIDIA, 80),
     KnownSpill("survey_rows", NVIDIA, 200),
     KnownSpill("select_blocks", NVIDIA, 32),
-    KnownSpill("attend_blocks", CDNA, 340, ("exact", "half"), (*UNEVEN, *LARGE)),
-    KnownSpill("survey_rows", CDNA, 8),
+    KnownSpill("attend_blocks", CDNA, 340, ("exact",)),
+    KnownSpill("attend_blocks", CDNA, 300, D=(*UNEVEN, *LARGE)),
+    KnownSpill("prepare_keys", CDNA, 32, D=LARGE),
+    KnownSpill("survey_rows", CDNA, 16),
     *(
         KnownSpill(kernel, RDNA, 900)
         for kernel in (
