@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 
 # `env -u`: the constraints of the environment hold for its own packages.
 failed=""
-for version in 3.6.0 3.7.1 3.8.0 3.9.0; do
+versions=$(.venv/bin/python -c "from sparge.bench.static.ratchet import VERSIONS; print(*VERSIONS)")
+for version in $versions; do
     there="$PWD/build/tritons/$version"
     if [ ! -e "$there/.done" ]; then
         rm -rf "$there"

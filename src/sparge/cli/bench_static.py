@@ -13,8 +13,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from ..backends.triton.packages import numbers_of
 from ..bench.static.chain import CALLS, chain_of
-from ..bench.static.compile import need_compiler, numbers_of, triton_version
+from ..bench.static.compile import need_compiler, triton_version
 from ..bench.static.fuzz import compile_draws, draws
 from ..bench.static.ratchet import LEAST_REASON, ratchet_of, read_ratchet, update_ratchet
 from ..bench.static.static_tables import (

@@ -57,8 +57,8 @@ class Watch:
 
 
 COMMON = {"enable_fp_fusion": True}
-"""Options of every launch. Said, because Triton's default changes with 3.10, and unfused
-multiply-adds would cost a third more instructions."""
+"""Options of every launch. Said, because Triton's default changes with 3.10: unfused multiply-adds
+would be other numbers and more instructions."""
 SET_UP = ("C compiler", "active drivers", "libcuda")
 """In the messages of Triton's errors where a machine lacks what a first launch needs."""
 _watches: ContextVar[tuple[Watch, ...]] = ContextVar("sparge_launches", default=())
@@ -97,7 +97,7 @@ def launch(
             watch.launches.append(made)
         if not all(watch.run for watch in watches):
             return
-    with _on(next(x.device for x in arguments.values() if isinstance(x, Tensor))):
+    with on_device_of(arguments):
         try:
             kernel[grid](**arguments, **options)
         except Exception as error:
@@ -126,8 +126,9 @@ def _why_not_launched(name: str, error: Exception) -> Unsupported | None:
     return None
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever device the tensors are on."""
+def on_device_of(arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Triton compiles for, and launches on, the current device, wherever the tensors are."""
+    device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
     if device.type in ("cpu", "meta"):
         return nullcontext()
     return torch.get_device_module(device.type).device(device)

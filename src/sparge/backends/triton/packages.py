@@ -73,12 +73,17 @@ def _required_by_torch() -> str:
     return ""
 
 
+def numbers_of(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version of Triton; none if it is not known."""
+    return tuple(int(x) for x in version.split(".")[:2] if x.isdigit())
+
+
 def why_unusable(there: Installation) -> str | None:
     """Why Triton cannot be used, and the way out; None if it can."""
     if not there.importable:
         return f"triton is not installed; {way_to_install(there)}"
     version = there.version or ""
-    numbers = tuple(int(x) for x in version.split(".")[:2] if x.isdigit())
+    numbers = numbers_of(version)
     if numbers and numbers < OLDEST:
         needed = ".".join(map(str, OLDEST))
         name = next(iter(there.found))

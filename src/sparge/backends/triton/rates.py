@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .packages import numbers_of
+
 DENSE_SHARE = 0.7
 """Of the 16-bit peak that dense attention reaches: FlashAttention-2 has 0.6 to 0.7 of an A100's,
 FlashAttention-3 0.75 of an H100's in their papers, FlashAttention-4 0.71 of a B200's."""
@@ -108,5 +110,5 @@ def rates_of(name: str, architecture: str, triton: str = "") -> Throughput | Non
 
 
 def uses_legacy_int8(architecture: str, triton: str) -> bool:
-    numbers = tuple(int(x) for x in triton.split(".")[:2] if x.isdigit())
+    numbers = numbers_of(triton)
     return architecture == "sm_100" and bool(numbers) and numbers < OWN_INT8_SINCE

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...errors import Unsupported
-from .launch import Launch, watch_launches
+from .launch import Launch, on_device_of, watch_launches
 
 COMPILED, STORED, LOADED = "compiled", "stored", "loaded"
 """Compiled now; read from Triton's cache on disk; in this process already."""
@@ -93,19 +92,11 @@ def _ready(launch: Launch) -> tuple[int, WarmKernel]:
         why = {"triton": "TRITON_INTERPRET is set, and interpreted kernels are not compiled"}
         raise Unsupported("kernels cannot be compiled ahead:", why, "unset it")
     start = time.perf_counter()
-    with _device_of(launch), _told() as hits:
+    with on_device_of(launch.arguments), _told() as hits:
         kernel = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
         kernel.run  # noqa: B018  builds the launcher in C, and loads the machine code
     how = LOADED if not hits else STORED if hits[0] else COMPILED
     return id(kernel), WarmKernel(launch.name, how, time.perf_counter() - start)
-
-
-def _device_of(launch: Launch) -> AbstractContextManager[Any]:
-    """Triton compiles for the current device, whatever device the tensors are on."""
-    device = next(x.device for x in launch.arguments.values() if isinstance(x, Tensor))
-    if device.type in ("cpu", "meta"):
-        return nullcontext()
-    return torch.get_device_module(device.type).device(device)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .compile import Compiled, kind_of, numbers_of
+from ...backends.triton.packages import numbers_of
+from .compile import Compiled, kind_of
 from .targets import TARGETS, TENSOR_MEMORY_MMA
 
 

@@ -21,7 +21,7 @@ from .assembly import Body, Code, innermost_loops, macs, read_amdgcn, read_sass
 from .ir import Buffer, Product, buffers_of_loops, products_of_loops
 from .ratchet import FITS_TORCH
 from .resources import amd_resources, disassemble, nvidia_resources, spilled_bytes
-from .targets import Target, Version
+from .targets import Target
 
 KIND_OF = (
     ("int8", re.compile(r"I(?:MMA|GMMA)|UTCIMMA|v_(?:mfma|wmma)_i32_\w*?i[u]?8")),
@@ -111,12 +111,6 @@ def triton_version() -> str:
     import triton
 
     return str(triton.__version__)
-
-
-def numbers_of(version: str) -> Version:
-    """The first two numbers of a version."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def specialize(launch: Launch, target: Target) -> Specialized:

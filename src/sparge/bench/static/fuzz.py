@@ -32,7 +32,7 @@ from ...recipe import (
 from .checks import Intent, fits_shared
 from .compile import Compiled, build, read, specialize
 from .resources import nvidia_stack
-from .suite import WORKERS, Task, in_workers, reason_of
+from .suite import CRASHED, Task, each_in_workers, reason_of
 from .targets import TARGETS, Target
 from .variants import FP8, STAGES, Variant, launches_of
 
@@ -188,7 +188,10 @@ def compile_and_weigh(launch: Launch, target: Target) -> Compiled:
     warps, stages, shared = (
         getattr(made.metadata, name) for name in ("num_warps", "num_stages", "shared")
     )
-    return Compiled(target.name, launch.name, warps, stages, 0, 0, 0, 0, shared, 0, {}, ())
+    return Compiled(
+        target=target.name, kernel=launch.name, num_warps=warps, num_stages=stages, shared=shared,
+        registers=0, spills=0, scalar_spills=0, stack=0, instructions=0, matrix={}, loops=(),
+    )  # fmt: skip
 
 
 _seen: dict[str, set[str]] = {}
@@ -222,7 +225,7 @@ def compile_draw(task: Task) -> Found:
         if not shared.ok:
             faults.append(Fault(variant.name, made.kernel, target, shared.reason))
         if made.spills:
-            in_loop = max((loop.spills for loop in made.loops[:1]), default=0)
+            in_loop = made.loops[0].spills if made.loops else 0
             precision, D = variant.recipe.precision, variant.D
             spills.append(
                 Spill(variant.name, made.kernel, target, precision, D, made.spills, in_loop)
@@ -231,20 +234,12 @@ def compile_draw(task: Task) -> Found:
 
 
 def compile_draws(each: Sequence[Task], *, step: Callable[[str], None] = lambda _: None) -> Found:
-    """All of them, each for its target. A draw whose compiler crashed is compiled again, alone."""
-    tasks = dict(enumerate(each))
-    found: list[Found] = []
-    waiting = dict(tasks)
-    for workers in (WORKERS, 1):
-        for i, one in in_workers(waiting, workers, compile_draw):
-            found.append(one)
-            del waiting[i]
-            step(tasks[i][0].name)
-    for variant, target in waiting.values():
-        alone = list(in_workers({0: (variant, target)}, 1, compile_draw))
-        crashed = Fault(variant.name, "compiler", target, "the compiler crashed")
-        found += [one for _, one in alone] or [Found(0, (crashed,), ())]
-        step(variant.name)
+    """All of them, each for its target. A draw whose compiler crashed is a fault."""
+
+    def crashed(task: Task) -> Found:
+        return Found(0, (Fault(task[0].name, "compiler", task[1], CRASHED),), ())
+
+    found = each_in_workers(each, compile_draw, crashed, step)
     return Found(
         sum(one.kernels for one in found),
         tuple(fault for one in found for fault in one.faults),

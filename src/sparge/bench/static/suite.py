@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .variants import Variant, intent_of, launches_of
 
 WORKERS = 2
 Task = tuple[Variant, str]
-T = TypeVar("T")
+CRASHED = "the compiler crashed"
 R = TypeVar("R")
 
 
@@ -133,20 +133,34 @@ def compile_all(
     work: Callable[[Task], list[Made]] = compile_task,
 ) -> list[Made]:
     """In the order of the tasks. A compiler that takes its process along is a failure like any."""
-    found: dict[int, list[Made]] = {}
-    for i, made in in_workers(dict(enumerate(tasks)), WORKERS, work):
+
+    def crashed(task: Task) -> list[Made]:
+        return [failed(task, "compiler", CRASHED)]
+
+    return [made for each in each_in_workers(tasks, work, crashed, step) for made in each]
+
+
+def each_in_workers(
+    tasks: Sequence[Task],
+    work: Callable[[Task], R],
+    crashed: Callable[[Task], R],
+    step: Callable[[str], None],
+) -> list[R]:
+    """What `work` makes of each task, in their order; of one that takes its process along, what
+    `crashed` makes of it."""
+    found: dict[int, R] = {}
+    for i, made in _in_pool(dict(enumerate(tasks)), WORKERS, work):
         found[i] = made
         step(f"{tasks[i][0].name} on {tasks[i][1]}")
     for i, task in enumerate(tasks):
         if i not in found:  # its worker died, or another's did: alone, it is known whose
-            alone = dict(in_workers({i: task}, 1, work))
-            found[i] = alone.get(i) or [failed(task, "compiler", "the compiler crashed")]
+            found[i] = dict(_in_pool({i: task}, 1, work)).get(i) or crashed(task)
             step(f"{task[0].name} on {task[1]}")
-    return [made for i in range(len(tasks)) for made in found[i]]
+    return [found[i] for i in range(len(tasks))]
 
 
-def in_workers(
-    tasks: Mapping[int, T], workers: int, work: Callable[[T], R]
+def _in_pool(
+    tasks: Mapping[int, Task], workers: int, work: Callable[[Task], R]
 ) -> Iterator[tuple[int, R]]:
     """What was done before a worker died, if one did."""
     context = multiprocessing.get_context("spawn")

@@ -10,7 +10,7 @@ from typing import Any
 
 KB = 1024
 MMA, WARP_GROUP_MMA, TENSOR_MEMORY_MMA = "[IHQ]MMA", "[IHQ]GMMA", "UTC[IHQ]MMA"
-Version = tuple[int, int]
+Version = tuple[int, ...]
 NEVER: Version = (99, 0)
 WARP_ISSUES = 4
 """Warp instructions that a multiprocessor issues per clock, NVIDIA 8.0 to 12.0."""
