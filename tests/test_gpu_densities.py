@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,10 +13,10 @@ from calls import a_call
 from gpus import a_4090, an_h100, pretend
 from sparge import DEFAULT, KeepFraction, KeepMass, Recipe
 from sparge.backends.triton import cost as cost_module
-from sparge.backends.triton import densities as densities_module
 from sparge.backends.triton.cost import COST
 from sparge.backends.triton.densities import EVERY, MOST_LAYERS, Densities, counts_later
 from sparge.dispatch import choose, route_by_plan
+from sparge.support.accelerator import KNOWN, TorchAccelerator
 
 
 def gpu_call(L=131072, **facts):
@@ -219,22 +218,28 @@ def test_sums_are_copied_behind_the_kernels(monkeypatch):
     happened = []
 
     class Event:
-        def record(self):
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self, stream):
             happened.append("record")
+
+        def synchronize(self):
+            assert happened.count("query") > 1, "it would wait"
 
         def query(self):
             happened.append("query")
             return happened.count("query") > 1
 
-    module = SimpleNamespace(Event=Event, device=lambda device: nullcontext())
+    module = SimpleNamespace(Event=Event, current_stream=lambda device: None)
     empty, pinned = torch.empty, []
 
     def unpinned(*args, pin_memory=False, **more):
         pinned.append(pin_memory)
         return empty(*args, **more)
 
-    monkeypatch.setattr(densities_module.torch, "get_device_module", lambda kind: module)
-    monkeypatch.setattr(densities_module.torch, "empty", unpinned)
+    monkeypatch.setitem(KNOWN, "cpu", TorchAccelerator(module))
+    monkeypatch.setattr(torch, "empty", unpinned)
     counts = torch.tensor([[[1, 2], [3, 4]]], dtype=torch.int32)
     arrived = counts_later(SimpleNamespace(counts=counts, allowed=2 * counts))
     assert (happened, pinned) == (["record"], [True])

@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from ...backend import Estimate
 from ...blockplan import BlockPlan
 from ...call import Call
 from ...recipe import KeepAll
+from ...support.accelerator import capturing
 from .. import cost_file
 from ..crossover import Crossover, costs_of, decided_without_numbers
 from ..measure_apart import calibration_allowed, measure_apart
@@ -103,7 +103,12 @@ class GpuCost:
         """Keeps the choice: the plan is on the device. What it keeps is learnt later."""
         self._take_in_what_arrived(call.where)
         on_host = plan.counts.device.type in ("cpu", "meta")
-        if on_host or not self._looks or _capturing(call.where) or not self._densities.due(call):
+        if (
+            on_host
+            or not self._looks
+            or capturing(torch.device(*call.where))
+            or not self._densities.due(call)
+        ):
             return
         try:
             arrived = counts_later(plan)
@@ -133,7 +138,7 @@ class GpuCost:
         """Measure what calls of this kind need, once per card and process. Nobody waits but the
         caller, and nothing is measured while its stream is captured in a graph."""
         known = self._known(call.where)
-        if not self._would_measure(call, known) or _capturing(call.where):
+        if not self._would_measure(call, known) or capturing(torch.device(*call.where)):
             return False
         wanted = costs_of(call)
         with self._lock:
@@ -198,7 +203,9 @@ class GpuCost:
         return ours < IN_REACH * known.estimate.predict_dense(call)
 
     def _take_in_what_arrived(self, where: Where) -> None:
-        if not self._under_way or _capturing(where):  # asking for an event would end the capture
+        if not self._under_way or capturing(
+            torch.device(*where)
+        ):  # asking for an event would end the capture
             return
         with self._lock:
             looked = [(call, arrived()) for call, arrived in self._under_way]
@@ -236,13 +243,6 @@ def _is_long(call: Call, numbers: Crossover | str) -> bool:
     if isinstance(numbers, str):
         return call.B * call.Hq * call.Lq * call.Lk >= LONG_PAIRS
     return numbers.predict_dense(call) >= LONG_CALL
-
-
-def _capturing(where: Where) -> bool:
-    """Whether the current stream of a device is being captured in a graph."""
-    module: Any = torch.get_device_module(where[0])
-    capturing = getattr(module, "is_current_stream_capturing", None)
-    return capturing is not None and bool(capturing())
 
 
 def _measurement(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...blockplan import BlockPlan
 from ...call import Call
+from ...support.accelerator import accelerator, to_host
 from ..crossover import expected_density
 
 UNSEEN_DENSITY = 0.4
@@ -100,14 +101,12 @@ def counts_later(plan: BlockPlan) -> Arrived:
     """What the plan keeps and might keep, on its way to the host behind the kernels of the current
     stream."""
     device = plan.counts.device
-    module = torch.get_device_module(device.type)
-    with module.device(device):
-        sums = torch.stack([plan.counts.sum(), plan.allowed.sum()])
-        on_host = torch.empty(2, dtype=sums.dtype, pin_memory=True)
-        on_host.copy_(sums, non_blocking=True)
-        event = module.Event()
-        event.record()
-    return lambda: _pair(on_host) if event.query() else None
+    found = accelerator(device.type)
+    if found is None:
+        raise RuntimeError(f"{device.type} has no streams to copy behind")
+    sums = torch.stack([plan.counts.sum(), plan.allowed.sum()])
+    later = to_host(found, device, {"sums": sums})
+    return lambda: _pair(later.value()["sums"]) if later.ready() else None
 
 
 def _pair(x: Tensor) -> tuple[int, int]:
