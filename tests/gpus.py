@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
+from calls import a_call
+from sparge import DEFAULT
 from sparge.backends import trials
 from sparge.backends.cpu import CPU_BACKEND
 from sparge.backends.triton import calibrate
@@ -96,3 +98,9 @@ class PretendedClock:
         return calibrate.measure(
             self._backend, "cpu", timed=self.timed, proceed=proceed, wanted=wanted, **sizes
         )
+
+
+def gpu_call(L=32768, **facts):
+    """The attention of one Llama-like layer on a card."""
+    common = {"Hq": 32, "Hk": 8, "D": 128, "Dv": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    return a_call(L, **{**common, "recipe": DEFAULT, "is_causal": True, **facts})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from calls import a_call, fake
+import gpus
+from calls import fake
 from gpus import pretend, properties
 from sparge import KeepAll, KeepFraction, Recipe, Unsupported
 from sparge.backend import ESTIMATED, MEASURED
@@ -29,12 +31,8 @@ from sparge.backends.triton.roofline import Card, card_of, roofline
 from sparge.dispatch import choose
 
 FEW = Recipe(KeepFraction(0.2))
+gpu_call = partial(gpus.gpu_call, recipe=FEW)
 ADA = Card("L40S", "sm_89", 142, 2.52e9, 8.6e11)
-
-
-def gpu_call(L=32768, **facts):
-    common = {"Hq": 32, "Hk": 8, "D": 128, "Dv": 128, "dtype": torch.bfloat16, "device": "cuda"}
-    return a_call(L, **{**common, "recipe": FEW, "is_causal": True, **facts})
 
 
 @pytest.fixture(autouse=True)

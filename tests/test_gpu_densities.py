@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from calls import a_call
+import gpus
 from gpus import a_4090, an_h100, pretend
-from sparge import DEFAULT, KeepFraction, KeepMass, Recipe
+from sparge import KeepFraction, KeepMass, Recipe
 from sparge.backends.triton import cost as cost_module
 from sparge.backends.triton.cost import COST
 from sparge.backends.triton.densities import EVERY, MOST_LAYERS, Densities, counts_later
@@ -20,8 +20,7 @@ from sparge.support.accelerator import KNOWN, TorchAccelerator
 
 
 def gpu_call(L=131072, **facts):
-    common = {"Hq": 32, "Hk": 8, "D": 128, "Dv": 128, "dtype": torch.bfloat16, "device": "cuda"}
-    return a_call(L, **{**common, "recipe": DEFAULT, "is_causal": True, **facts})
+    return gpus.gpu_call(L, **facts)
 
 
 @pytest.fixture(autouse=True)

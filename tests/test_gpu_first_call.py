@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from calls import a_call
-from gpus import PretendedClock, a_4090, an_h100, pretend, properties
+from gpus import PretendedClock, a_4090, an_h100, gpu_call, pretend, properties
 from sparge import DEFAULT, VISION, KeepAll, Recipe
 from sparge.backend import ESTIMATED, MEASURED
 from sparge.backends import cost_file
@@ -27,11 +27,6 @@ from sparge.dispatch import choose, settle
 from sparge.support.cache_directory import cache_directory
 
 FAST, SLOW = {"ours": 1e-12, "dense": 1e-11}, {"ours": 1e-11, "dense": 1e-12}
-
-
-def gpu_call(L=32768, **facts):
-    common = {"Hq": 32, "Hk": 8, "D": 128, "Dv": 128, "dtype": torch.bfloat16, "device": "cuda"}
-    return a_call(L, **{**common, "recipe": DEFAULT, "is_causal": True, **facts})
 
 
 def run(call):
