@@ -13,28 +13,28 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 setup: $(VENV)/.done
 
-SOURCES := pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt $(CPP)
+SOURCES := pyproject.toml tools/pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt $(CPP)
 
 define install
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements-build.txt
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[$(1)]"
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[$(1)]" --editable "./tools[$(2)]"
 	touch $@
 endef
 
 $(VENV)/.done: $(SOURCES)
-	$(call install,dev)
+	$(call install,dev,)
 
 # The demo waits for what it needs and no more, unless everything is there already.
 $(VENV)/.demo: $(SOURCES)
-	$(call install,demo)
+	$(call install,cli,demo)
 
 demo: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.demo)
 	$(BIN)/sparge demo
 
 # The workers share the cores, one thread each; tests of threads set their own number.
 # Then Triton's kernels, as far as they can be tested without a GPU: in the interpreter, on the backend's tests but
-# for what tests/interpreted.py leaves out, and compiled ahead of time for every architecture. Neither may hang.
+# for what tests/support/interpreted.py leaves out, and compiled ahead of time for every architecture. Neither may hang.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-report=term --cov-fail-under=95
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 timeout 1200 $(BIN)/python -m pytest -n auto -q
@@ -42,7 +42,7 @@ test: setup
 
 # The site, in site/. Strict: a broken link or reference fails. Nothing is fetched while it builds.
 $(VENV)/.docs: $(SOURCES)
-	$(call install,docs)
+	$(call install,docs,)
 
 docs: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.docs)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -71,12 +71,12 @@ sanitize: setup
 
 # Random calls against the reference; FUZZ_SECONDS=600 for longer, FUZZ_SEED=… for the same again.
 fuzz: setup
-	$(BIN)/python -m fuzz
+	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz
 
 bench: setup
 	mkdir -p build
 	$(BIN)/sparge bench --output build/bench.json
-	$(BIN)/python -m benchmarks.targets build/bench.json
+	$(BIN)/python -m sparge_tools.studies.targets build/bench.json
 
 # The engines that serve many users or split one sequence, for real: vLLM, DeepSpeed, yunchang, diffusers. In an
 # environment of its own, .venv-engines, because they pin other versions; scripts/engines.sh makes it.

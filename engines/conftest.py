@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="session")
 def smollm2():
     """The directory of the zoo's language model, fetched once."""
-    from sparge import zoo
+    from sparge_tools import zoo
 
     return zoo.fetch("smollm2-135m-instruct", quiet=True)
 
@@ -18,7 +18,7 @@ def essay(smollm2):
     """The tokens of a long English text."""
     from transformers import AutoTokenizer
 
-    from sparge import zoo
+    from sparge_tools import zoo
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     return tokenizer(zoo.text("essays")[:60000])["input_ids"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 pytest.importorskip("deepspeed")
 
 import sparge
@@ -149,7 +149,7 @@ def rank_of_four(rank, world):
 
 def rank_by_name(rank, world):
     """The name alone, without `accelerate`; and a model with a sliding window."""
-    import sparge.integrations.transformers
+    import sparge.models.transformers
 
     model, given = llama(), inputs()
     dense = logits(model, given)
@@ -158,8 +158,8 @@ def rank_by_name(rank, world):
         split(model, world)
         out = logits(model, part(given, rank, world))
     found = {"dense": error(out, dense, rank, world), "recipes": [run.recipe for run in runs]}
-    from sparge.errors import Unsupported
-    from sparge.integrations.transformers.attention_function import attention_forward
+    from sparge.models.transformers.attention_function import attention_forward
+    from sparge.support.errors import Unsupported
 
     q = torch.randn(1, 4 // world, L, 16)
     try:

@@ -7,8 +7,9 @@ import vllm_engine as engine
 
 import sparge
 from sparge import KeepAll, Recipe
-from sparge.integrations.vllm.refusals import FEW_QUERIES, PREDICTED_OWN
-from sparge.integrations.vllm.routing import OwnCost
+from sparge.serving.vllm.refusals import FEW_QUERIES, PREDICTED_OWN
+from sparge.serving.vllm.routing import OwnCost
+from sparge_tools import zoo
 
 EXACT = Recipe(KeepAll(), precision="exact")
 FIRST = "model.layers.0.self_attn.attn"
@@ -31,7 +32,7 @@ def expected(smollm2, prompts):
     """From transformers, in the precision of the engine."""
     import torch
 
-    model, _ = sparge.zoo.load(smollm2, dtype=torch.float32)
+    model, _ = zoo.load(smollm2, dtype=torch.float32)
     return engine.transformers_tokens(model, prompts)
 
 
@@ -76,11 +77,11 @@ def test_chunks_change_no_token_of_the_default_recipe(llm, essay):
 def test_a_needle_is_found_with_the_default_recipe(llm, smollm2, depth):
     from transformers import AutoTokenizer
 
-    from sparge.evaluate.needle import make_needle
-    from sparge.evaluate.texts import Text
+    from sparge_tools.evaluate.needle import make_needle
+    from sparge_tools.evaluate.texts import Text
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    words = sparge.zoo.text("essays")[:40000]
+    words = zoo.text("essays")[:40000]
     text = Text("essays", words, tokenizer(words)["input_ids"])
     needle = make_needle(text, tokenizer, length=3000, depth=depth, seed=1)
     chat = [{"role": "user", "content": f"{needle.context}\n\n{needle.question}"}]

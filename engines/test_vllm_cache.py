@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparge.integrations.vllm.layouts import Order
+from sparge.serving.vllm.layouts import Order
 
-cpu = pytest.importorskip("sparge.integrations.vllm.cpu")
+cpu = pytest.importorskip("sparge.serving.vllm.cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)

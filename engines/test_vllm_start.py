@@ -16,7 +16,7 @@ import json, sys
 options, prompts, tokens = json.loads(sys.argv[1])
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
-    extension = "sparge.integrations.vllm.WorkerExtension"
+    extension = "sparge.serving.vllm.WorkerExtension"
     llm = LLM(enforce_eager=True, max_num_seqs=4, worker_extension_cls=extension, **options)
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     done = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
@@ -114,8 +114,8 @@ def test_two_ranks_take_their_heads_of_a_profile(tiny, tmp_path):
     """Heads of the second rank are sparser in layer 0 and denser in layer 1."""
     from transformers import LlamaForCausalLM
 
-    from sparge.fingerprint import fingerprint
-    from sparge.profile import HeadSettings, LayerSettings, Profile
+    from sparge.values.fingerprint import fingerprint
+    from sparge.values.profile import HeadSettings, LayerSettings, Profile
 
     options, prompt, _ = tiny
     some, most = (HeadSettings(mass=mass, density=mass) for mass in (0.05, 0.9))

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 pytest.importorskip("yunchang")
 
 import sparge
 from gloo_ranks import run_ranks
 from sparge import KeepAll, KeepFraction, Recipe
-from sparge.integrations.ulysses import ONE_SELECTION, PER_CHUNK, ULYSSES
-from sparge.integrations.yunchang import AttentionProcessor, register
+from sparge.models.ulysses import ONE_SELECTION, PER_CHUNK, ULYSSES
+from sparge.models.yunchang import AttentionProcessor, register
 
 L, H, HK, D = 1024, 4, 2, 32
 SAME = Recipe(KeepAll(), precision="exact")
@@ -200,7 +200,7 @@ def test_settings_are_checked_at_once():
         AttentionProcessor(0.5)
     with pytest.raises(ValueError, match="backend must be one of auto"):
         AttentionProcessor(backend="gpu")
-    from sparge.integrations.yunchang import _ring_contiguous
+    from sparge.models.yunchang import _ring_contiguous
 
     with pytest.raises(TypeError, match="attn_processor must be a sparge"):
         _ring_contiguous(*whole(), attn_processor=None)

@@ -10,8 +10,8 @@ import torch
 
 import sparge
 from sparge.backends.reference import stages as reference
-from sparge.qtensor import Operands, QTensor
-from sparge.stages import Attended, Prepared
+from sparge.values.qtensor import Operands, QTensor
+from sparge.values.stages import Attended, Prepared
 
 
 def cut(x, heads):
@@ -22,7 +22,7 @@ def cut(x, heads):
 
 
 class Heads:
-    """The four stages and the gradient; `sparge.stages.Stages` says what each takes and returns."""
+    """The four stages and the gradient, as `sparge.values.stages.Stages` describes them."""
 
     prepare, predict = staticmethod(reference.prepare), staticmethod(reference.predict)
     select, backward = staticmethod(reference.select), staticmethod(reference.backward)

@@ -6,7 +6,7 @@ The model here is a small one with random weights, so nothing is downloaded. For
 
     model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
 
-or, without a model hub, `model, tokenizer = sparge.zoo.load("smollm2-135m-instruct")`.
+or, without a model hub, `model, tokenizer = sparge_tools.zoo.load("smollm2-135m-instruct")`.
 """
 
 import sys

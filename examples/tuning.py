@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import sparge
+import sparge_tools.tuning
 from sparge.synthetic import structured_qkv
 
 tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 2048
@@ -18,9 +19,11 @@ l1 = 0.05  # largest relative L1 error of a head on any calibration input
 # Several inputs, so that the settings hold on more than one.
 inputs = [structured_qkv(Hq=4, Hk=4, L=tokens, seed=seed) for seed in range(2)]
 captures = [
-    capture for qkv in inputs for capture in sparge.tune.captures_of(*qkv, {"is_causal": True})
+    capture
+    for qkv in inputs
+    for capture in sparge_tools.tuning.captures_of(*qkv, {"is_causal": True})
 ]
-profile = sparge.tune.tune({"layer": captures}, l1=l1)
+profile = sparge_tools.tuning.tune({"layer": captures}, l1=l1)
 
 with TemporaryDirectory() as folder:
     path = Path(folder) / "profile.json"

@@ -2,7 +2,7 @@
 # The engines, for real: `make engines`. Sets up .venv-engines from nothing and runs the tests of engines/ in it.
 # Arguments are those of pytest. With --setup alone nothing is run:
 #
-#   scripts/engines.sh --setup && .venv-engines/bin/python -m benchmarks.serve
+#   scripts/engines.sh --setup && .venv-engines/bin/python -m sparge_tools.studies.serve
 #
 # vLLM for CPUs requires the build of torch that is named +cpu. Where the default index has none, name another with
 # PIP_EXTRA_INDEX_URL.

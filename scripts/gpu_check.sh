@@ -10,7 +10,7 @@
 # torch of PYTHON's own environment, with its Triton: for containers that bring the build for their card. No Triton is
 # asked for in any case: torch's builds for GPUs bring the one that fits them.
 #
-# Arguments are those of `python -m benchmarks.gpu_check`; --dry-run needs no GPU and no set-up, and runs in PYTHON.
+# Arguments are those of `python -m sparge_tools.studies.gpu_check`; --dry-run needs no GPU and no set-up, and runs in PYTHON.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,7 +20,7 @@ stop() {
 }
 
 case " $* " in
-*" --dry-run "*) mkdir -p build && exec "${PYTHON:-python3}" -m benchmarks.gpu_check "$@" ;;
+*" --dry-run "*) mkdir -p build && exec "${PYTHON:-python3}" -m sparge_tools.studies.gpu_check "$@" ;;
 esac
 
 vendor=""
@@ -61,12 +61,13 @@ set_up() {
     export PIP_CONSTRAINT="$PWD/$venv/constraints.txt"
     "$bin/pip" install --quiet --requirement requirements-build.txt
     # A build directory of its own, too: a native core is built against one torch.
-    SKBUILD_BUILD_DIR="build/gpu/{wheel_tag}" "$bin/pip" install --quiet --no-build-isolation --editable ".[test]"
+    SKBUILD_BUILD_DIR="build/gpu/{wheel_tag}" "$bin/pip" install --quiet --no-build-isolation \
+        --editable ".[test]" --editable ./tools
     echo "$made_for" >"$venv/.done"
 }
 
 newer() { # whether a file that the environment is made from changed since
-    [ -n "$(find scripts/gpu_check.sh pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt csrc \
+    [ -n "$(find scripts/gpu_check.sh pyproject.toml tools/pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt csrc \
         -newer "$venv/.done" -print -quit)" ]
 }
 
@@ -74,4 +75,4 @@ if [ ! -e "$venv/.done" ] || [ "$(cat "$venv/.done")" != "$made_for" ] || newer;
     set_up
 fi
 mkdir -p build
-exec "$bin/python" -m benchmarks.gpu_check "$@"
+exec "$bin/python" -m sparge_tools.studies.gpu_check "$@"

@@ -8,11 +8,11 @@
 #
 # No ThreadSanitizer: libgomp, libtorch and Python are not built for it, so it sees neither their
 # locks nor the start of a parallel region, and reports every hand-over between threads as a race.
-# Instead tests/test_native_threads.py runs here: many concurrent callers, each result compared bit
+# Instead tests/backends/cpu/test_native_threads.py runs here: many concurrent callers, each result compared bit
 # for bit with the same call alone. The core keeps no state between calls except the processor's
 # features, in a C++ static; tasks of a call write to disjoint memory.
 #
-# SANITIZE_TESTS="tests/test_edges.py -k cpu-avx2" selects other tests.
+# SANITIZE_TESTS="tests/api/test_edges.py -k cpu-avx2" selects other tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/sanitize
@@ -72,9 +72,10 @@ echo "sanitize: a planted read past the end of a tensor is found"
 
 kernels=(attend plan statistics quantize masks edges nonfinite second_filter varlen properties grad
   invariance protect native_threads native_arguments keep_error pool)
+shopt -s nullglob
 # native_arguments calls the ops themselves, once and not for each instruction set.
 tests=(-k "cpu- or native_arguments")
-for name in "${kernels[@]}"; do tests+=("tests/test_$name.py"); done
+for name in "${kernels[@]}"; do tests+=(tests/*/"test_$name.py" tests/*/*/"test_$name.py"); done
 [[ -z "${SANITIZE_TESTS:-}" ]] || read -ra tests <<< "$SANITIZE_TESTS"
 code=0
 sanitized "$library" python -m pytest -q --tb=short -n "${SANITIZE_WORKERS:-2}" -p no:cacheprovider \

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 # `env -u`: the constraints of the environment hold for its own packages.
 failed=""
-versions=$(.venv/bin/python -c "from sparge.bench.static.ratchet import VERSIONS; print(*VERSIONS)")
+versions=$(.venv/bin/python -c "from sparge_tools.static.ratchet import VERSIONS; print(*VERSIONS)")
 for version in $versions; do
     there="$PWD/build/tritons/$version"
     if [ ! -e "$there/.done" ]; then

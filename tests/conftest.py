@@ -23,8 +23,8 @@ from sparge.backends.cpu import library as native
 from sparge.backends.cpu.cost import COST
 from sparge.backends.cpu.crossover import BUILT_IN
 from sparge.backends.reference import stages as reference_stages
-from sparge.dispatch import Backend, backends, get_backend, register_backend, unregister_backend
-from sparge.host import Host
+from sparge.routing import Backend, backends, get_backend, register_backend, unregister_backend
+from sparge.values.host import Host
 
 if INTERPRETED:
     import interpreter
@@ -104,8 +104,8 @@ def fixed_crossover(request, monkeypatch, tmp_path):
     monkeypatch.setattr(COST, "_crossovers", {})
     monkeypatch.setattr(COST, "_failures", {})
     monkeypatch.setattr(COST, "_measuring", {})
-    monkeypatch.setattr("sparge.dispatch.call_cache._known", {})
-    monkeypatch.setattr("sparge.dispatch.call_cache._known_packs", {})
+    monkeypatch.setattr("sparge.routing.call_cache._known", {})
+    monkeypatch.setattr("sparge.routing.call_cache._known_packs", {})
 
 
 @pytest.fixture(autouse=True)
@@ -134,9 +134,10 @@ def no_work(monkeypatch):
     for backend in STAGED:
         for stage in ("prepare", "predict", "select", "attend"):
             monkeypatch.setattr(f"sparge.backends.{backend}.stages.{stage}", refuse)
-    for place in ("api.attend_dense", "api.quantize", "execute.attend_dense"):
+    for place in ("api.attention.attend_dense", "api.attention.quantize"):
         monkeypatch.setattr(f"sparge.{place}", refuse)
-    for place in ("execute", "blockplan"):
+    monkeypatch.setattr("sparge.engine.execute.attend_dense", refuse)
+    for place in ("engine.execute", "values.blockplan"):
         monkeypatch.setattr(f"sparge.{place}.plan_from_mask", refuse)
     monkeypatch.setattr(torch, "logaddexp", refuse)
 

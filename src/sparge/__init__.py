@@ -3,22 +3,22 @@
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from .accuracy import output_error
-from .api import attend, attention, explain, make_plan, sampled_error
-from .backend import FixedCost
+from .api.accuracy import output_error
+from .api.attention import attend, attention, explain, make_plan, sampled_error
+from .api.merge import merge
+from .api.varlen import attention_varlen
 from .backends.triton.warm import warm
-from .blockplan import BlockPlan
-from .dispatch import Backend, Choice, register_backend
-from .errors import Unsupported
-from .geometry import BLOCK_K, BLOCK_Q
-from .integrations import accelerate
-from .merge import merge
-from .profile import Profile
-from .qtensor import QTensor
-from .recipe import DEFAULT, VISION, KeepAll, KeepError, KeepFraction, KeepMass, Recipe
-from .record import Run, record
-from .schedule import Schedule
-from .varlen import attention_varlen
+from .models import accelerate
+from .routing import Backend, Choice, register_backend
+from .support.errors import Unsupported
+from .values.backend import FixedCost
+from .values.blockplan import BlockPlan
+from .values.geometry import BLOCK_K, BLOCK_Q
+from .values.profile import Profile
+from .values.qtensor import QTensor
+from .values.recipe import DEFAULT, VISION, KeepAll, KeepError, KeepFraction, KeepMass, Recipe
+from .values.run import Run, record
+from .values.schedule import Schedule
 
 __version__ = "0.1.0"
 
@@ -58,6 +58,6 @@ __all__ = [
 
 def __getattr__(name: str) -> _Any:
     """The parts that are imported when they are first named."""
-    if name in ("compat", "parallel", "renders", "reorder", "tune", "zoo"):
+    if name in ("compat", "parallel", "reorder"):
         return _import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import Call, work_dtype
-from ..geometry import slices_of
-from ..host import Host
 from ..support.autocast import without_autocast
-from ..tokenmask import TokenMask
+from ..values.call import Call, work_dtype
+from ..values.geometry import slices_of
+from ..values.host import Host
+from ..values.tokenmask import TokenMask
 
 # Scores held at once where we compute them ourselves: 16M fp32 numbers are 64 MB.
 _SCORES = 1 << 24

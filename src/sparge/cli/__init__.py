@@ -11,11 +11,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import Unsupported
+from ..support.errors import Unsupported
 
 OK, BAD_RESULT, MISTAKE, UNSUPPORTED, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = {
@@ -29,6 +30,9 @@ COMMANDS = {
     "profile": "show, compare or check a tuned profile",
     "bench": "measure attention against torch's SDPA and FlexAttention, stage by stage",
 }
+TOOLS = ("demo", "eval", "trace", "tune", "bench")
+"""Commands of the package sparge-tools, found by its entry points."""
+TOOLS_GROUP = "sparge.commands"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,10 +82,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
         if name in argv:  # import no other command
-            module = import_module(f"{__name__}.{name}_command")
+            module = _tool(name) if name in TOOLS else import_module(f"{__name__}.{name}_command")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser.parse_args(argv)
+
+
+def _tool(name: str) -> Any:
+    """The module of a command that another package brings."""
+    found: tuple[EntryPoint, ...] = tuple(entry_points(group=TOOLS_GROUP, name=name))
+    if not found:
+        raise ValueError(
+            f"sparge {name} needs the package sparge-tools, which is not installed; install it "
+            'with: pip install "sparge[tools]" (in a clone: pip install . ./tools)'
+        )
+    return found[0].load()
 
 
 def _complain(message: str, code: int) -> int:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..recipe import Recipe
 from ..reorder import check_order
-from ..schedule import Schedule
 from ..support.json_text import parse_json, short
+from ..values.recipe import Recipe
+from ..values.schedule import Schedule
 
 MODEL = "smollm2-135m-instruct"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -104,9 +104,9 @@ def add_recipe(parser: Any, **options: Any) -> None:
 
 def kind_of(model: str) -> str:
     """What kind of model a name or directory is of; a language model where nothing else is seen."""
-    from ..renders.open_pipeline import is_pipeline
-    from ..zoo import MODELS
-    from ..zoo.kinds import CONFIG, KINDS
+    from sparge_tools.renders.open_pipeline import is_pipeline
+    from sparge_tools.zoo import MODELS
+    from sparge_tools.zoo.kinds import CONFIG, KINDS
 
     if model in MODELS:
         return LANGUAGE if KINDS[MODELS[model].kind].build is None else MODULE

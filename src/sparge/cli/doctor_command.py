@@ -9,19 +9,18 @@ from typing import Any
 import torch
 
 from ..backends.cpu.library import ENV_ISA
-from ..bench.self_check import LENGTH, check_backends
-from ..call import Call
-from ..check import check_call
-from ..dispatch import AUTO, DENSE, ENV_BACKEND, backends, choose
-from ..errors import Unsupported
-from ..recipe import DEFAULT
-from ..report import crossover_status
-from ..report.gpu_status import gpu_lines, gpu_status
-from ..report.machine import devices, environment, machine, versions
-from ..report.table import Column, Table, error
-from . import BAD_RESULT, OK
+from ..engine.check import check_call
+from ..routing import AUTO, DENSE, ENV_BACKEND, backends, choose
+from ..support.errors import Unsupported
+from ..values.call import Call
+from ..values.recipe import DEFAULT
+from . import BAD_RESULT, OK, crossover_status
 from .arguments import add_json
+from .gpu_status import gpu_lines, gpu_status
+from .machine import devices, environment, machine, versions
 from .screen import console, deliver, show_table
+from .self_check import LENGTH, check_backends
+from .table import Column, Table, error
 
 BACKEND_COLUMNS = (
     Column("backend", "backend"),

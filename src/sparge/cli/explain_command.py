@@ -8,10 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..check import check_call
-from ..dispatch import AUTO, choose
-from ..geometry import CAUSAL_ALIGNS
-from ..recipe import DEFAULT
+from ..engine.check import check_call
+from ..routing import AUTO, choose
+from ..values.geometry import CAUSAL_ALIGNS
+from ..values.recipe import DEFAULT
 from . import OK, arguments
 from .arguments import add_json, add_recipe, whole, wholes
 from .screen import console, deliver

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..profile import Profile
+from ..values.profile import Profile
 
 WORDS = {
     "kl": "KL",

@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from .. import zoo
-from ..integrations.adapters import find_adapter
-from ..profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
-from ..renders.open_pipeline import is_pipeline, open_pipeline
-from ..report.table import Column, Table, error, share
+from sparge_tools import zoo
+from sparge_tools.renders.open_pipeline import is_pipeline, open_pipeline
+
+from ..models.adapters import find_adapter
+from ..values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
 from . import BAD_RESULT, OK
 from .arguments import add_json, add_model
 from .output_figures import budget_of, budget_words, held_out_lines, sensitivity_rows
 from .screen import console, deliver, show_table
+from .table import Column, Table, error, share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

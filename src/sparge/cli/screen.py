@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..report.table import Table, to_json
 from ..support.atomic_files import replace_file
+from .table import Table, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console

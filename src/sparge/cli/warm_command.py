@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..api.attention import attention
+from ..api.varlen import attention_varlen
 from ..backends.triton import NAME
 from ..backends.triton.launch import Launch
 from ..backends.triton.warm import Warmed, WarmKernel, compile_ahead, launches_of
-from ..recipe import DEFAULT, VISION, Recipe
-from ..report.machine import devices, where_it_runs
-from ..varlen import attention_varlen
+from ..values.recipe import DEFAULT, VISION, Recipe
 from . import OK, arguments
 from .arguments import DTYPES, add_json, fill_in, whole
+from .machine import devices, where_it_runs
 from .screen import console, deliver, progress
 
 FORMAT = "sparge.warm/1"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..record import RingReport, RingShare
+from ..values.run import RingReport, RingShare
 from .faults import RankError
 from .ring import ring_attention, ring_plan
 from .sharding import shard, unshard

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..backend import Backend
-from ..call import Call, Inputs
-from ..geometry import BLOCK_Q
-from ..qtensor import Operands, QTensor
-from ..recipe import KeepMass, Recipe
-from ..stages import Prepared, Statistics
-from ..tokenmask import TokenMask
+from ..values.backend import Backend
+from ..values.call import Call, Inputs
+from ..values.geometry import BLOCK_Q
+from ..values.qtensor import Operands, QTensor
+from ..values.recipe import KeepMass, Recipe
+from ..values.stages import Prepared, Statistics
+from ..values.tokenmask import TokenMask
 from .exchange import Exchange
 from .key_mean import global_key_mean
 from .messages import from_bytes, pack_bits, size_of, to_bytes, unpack_bits

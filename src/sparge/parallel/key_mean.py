@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..stages import KeySums
+from ..values.stages import KeySums
 from .exchange import Exchange
 from .messages import Spec, from_bytes, size_of, to_bytes
 from .reshard import pieces_of

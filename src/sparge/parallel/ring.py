@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..api import PackedOptions
-from ..backend import AUTO, DENSE, Backend
-from ..blockplan import BlockPlan, plan_from_mask
-from ..call import Call, Inputs
-from ..check import check_call
-from ..dispatch import Choice, backends, choose, get_backend, host
-from ..dispatch.choose import asked_backend
-from ..execute import undisturbed
-from ..geometry import BLOCK_K, BLOCK_Q, diagonal_offset
-from ..recipe import KeepAll, Recipe
-from ..record import note, recording
+from ..api.attention import PackedOptions
+from ..engine.check import check_call
+from ..engine.execute import undisturbed
+from ..routing import Choice, backends, choose, get_backend, host
+from ..routing.choose import asked_backend
 from ..support.autocast import as_autocast
+from ..values.backend import AUTO, DENSE, Backend
+from ..values.blockplan import BlockPlan, plan_from_mask
+from ..values.call import Call, Inputs
+from ..values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset
+from ..values.recipe import KeepAll, Recipe
+from ..values.run import note, recording
 from .agree import agree
 from .exchange import Exchange
 from .global_plan import make_global_plan

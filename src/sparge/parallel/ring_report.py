@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..backend import Backend
-from ..blockplan import BlockPlan
-from ..call import Call
-from ..dispatch import Choice, host
-from ..record import RingReport, RingShare, Run
+from ..routing import Choice, host
+from ..values.backend import Backend
+from ..values.blockplan import BlockPlan
+from ..values.call import Call
+from ..values.run import RingReport, RingShare, Run
 from .exchange import Exchange
 
 PURPOSES = ("agree", "move", "plan", "blocks")

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attend_heads import attend_heads
-from ..backend import Backend
-from ..blockplan import plan_from_mask
-from ..call import Call, Inputs, work_dtype
-from ..merge import merge
-from ..tokenmask import TokenMask
+from ..api.merge import merge
+from ..engine.attend_heads import attend_heads
+from ..values.backend import Backend
+from ..values.blockplan import plan_from_mask
+from ..values.call import Call, Inputs, work_dtype
+from ..values.tokenmask import TokenMask
 from .exchange import Exchange, Pending
 from .global_plan import GlobalPlan
 from .layout import Piece

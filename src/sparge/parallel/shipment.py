@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..backends.reference.prepare import group_means
-from ..call import Call, Inputs, half_dtype
-from ..geometry import BLOCK_K, n_blocks
-from ..qtensor import Operands, Pooled, QTensor, finite_rows, working
-from ..stages import Prepared, Stages
+from ..values.call import Call, Inputs, half_dtype
+from ..values.geometry import BLOCK_K, n_blocks
+from ..values.qtensor import Operands, Pooled, QTensor, finite_rows, working
+from ..values.stages import Prepared, Stages
 from .layout import Piece
 from .messages import Spec, from_bytes, size_of, to_bytes
 

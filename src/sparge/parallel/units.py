@@ -9,8 +9,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..call import Call
-from ..geometry import BLOCK_K, BLOCK_Q, n_blocks, sampled_rows
+from ..values.call import Call
+from ..values.geometry import BLOCK_K, BLOCK_Q, n_blocks, sampled_rows
 from .layout import Layout, Piece
 from .messages import Spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from ..errors import Unsupported
+from .errors import Unsupported
 
 
 def need_libraries(what: str, *names: str, extra: str) -> None:

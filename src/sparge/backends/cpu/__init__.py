@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ...backend import CPU, Backend
-from ...call import Call
-from ...host import Host
-from ...stages import KeySums, PackedStages, Stages
+from ...values.backend import CPU, Backend
+from ...values.call import Call
+from ...values.host import Host
+from ...values.stages import KeySums, PackedStages, Stages
 from . import library
 from .cost import COST
 

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan
-from ...call import Call
-from ...qtensor import working
-from ...recipe import PRECISIONS, heads_of
-from ...stages import Attended, Gradients, Prepared, Saved
-from ...tokenmask import TokenMask
+from ...values.blockplan import BlockPlan
+from ...values.call import Call
+from ...values.qtensor import working
+from ...values.recipe import PRECISIONS, heads_of
+from ...values.stages import Attended, Gradients, Prepared, Saved
+from ...values.tokenmask import TokenMask
 from . import library
 from .op_arguments import parts_of, pooled_parts, token_parts
 

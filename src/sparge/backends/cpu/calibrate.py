@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 
+from ...routing.crossover import Crossover
+from ...routing.trials import Bench, crossover_of, each
 from ...support.turns import take_turns
-from ..crossover import Crossover
-from ..trials import Bench, crossover_of, each
 from . import library, stages
 from .cost_key import key_of
 

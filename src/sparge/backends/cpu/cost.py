@@ -13,12 +13,12 @@ from datetime import datetime, timedelta, timezone
 
 import torch
 
-from ...backend import Estimate
-from ...blockplan import BlockPlan
-from ...call import Call
-from .. import cost_file
-from ..crossover import CLEARLY, Crossover, decided_without_numbers
-from ..measure_apart import calibration_allowed, measure_apart
+from ...routing import cost_file
+from ...routing.crossover import CLEARLY, Crossover, decided_without_numbers
+from ...routing.measure_apart import calibration_allowed, measure_apart
+from ...values.backend import Estimate
+from ...values.blockplan import BlockPlan
+from ...values.call import Call
 from . import library
 from .cost_key import key_of
 from .crossover import BUILT_IN

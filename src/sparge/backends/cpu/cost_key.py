@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ...routing.cost_file import sparge_version
 from ...support.cpuinfo import cpu_name
-from ..cost_file import sparge_version
 from . import library
 
 

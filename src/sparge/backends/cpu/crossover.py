@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ..crossover import DENSE_LSE, DENSE_WAY, DTYPES, HEAD_DIMS, WAYS, Crossover, UnitCosts, name_of
+from ...routing.crossover import (
+    DENSE_LSE,
+    DENSE_WAY,
+    DTYPES,
+    HEAD_DIMS,
+    WAYS,
+    Crossover,
+    UnitCosts,
+    name_of,
+)
 
 
 def _built_in() -> Crossover:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...geometry import BLOCK_K, BLOCK_Q
+from ...values.geometry import BLOCK_K, BLOCK_Q
 from . import library
 
 

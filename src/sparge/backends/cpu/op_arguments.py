@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import Call
-from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...qtensor import Operands, Pooled, QTensor
-from ...recipe import heads_of
-from ...tokenmask import TokenMask
+from ...values.call import Call
+from ...values.geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ...values.qtensor import Operands, Pooled, QTensor
+from ...values.recipe import heads_of
+from ...values.tokenmask import TokenMask
 from . import library
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan, plan_from_lists
-from ...call import Call, Inputs
-from ...geometry import BLOCK_K, BLOCK_Q
-from ...recipe import PRECISIONS, PREDICTORS, KeepError
-from ...stages import AttendedPack, SomeOf
-from ...tokenmask import TokenMask
+from ...values.blockplan import BlockPlan, plan_from_lists
+from ...values.call import Call, Inputs
+from ...values.geometry import BLOCK_K, BLOCK_Q
+from ...values.recipe import PRECISIONS, PREDICTORS, KeepError
+from ...values.stages import AttendedPack, SomeOf
+from ...values.tokenmask import TokenMask
 from . import library
 from .attend import pv_skip_of
 from .cost import COST

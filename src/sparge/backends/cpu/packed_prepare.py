@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import Call, Inputs
-from ...geometry import BLOCK_K, BLOCK_Q
-from ...recipe import QUANTIZED
+from ...values.call import Call, Inputs
+from ...values.geometry import BLOCK_K, BLOCK_Q
+from ...values.recipe import QUANTIZED
 from . import library
 from .prepare import Asked, asked_of, finite
 

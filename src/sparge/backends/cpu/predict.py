@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...call import Call
-from ...recipe import PRECISIONS, PREDICTORS
-from ...stages import Prepared
-from ...tokenmask import TokenMask
+from ...values.call import Call
+from ...values.recipe import PRECISIONS, PREDICTORS
+from ...values.stages import Prepared
+from ...values.tokenmask import TokenMask
 from . import library
 from .op_arguments import min_similarity, scored_parts, token_parts
 

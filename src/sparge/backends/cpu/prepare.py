@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...call import Call, Inputs
-from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...qtensor import Operands, Pooled, QTensor
-from ...recipe import QUANTIZED
-from ...stages import Prepared, Statistics
+from ...values.call import Call, Inputs
+from ...values.geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ...values.qtensor import Operands, Pooled, QTensor
+from ...values.recipe import QUANTIZED
+from ...values.stages import Prepared, Statistics
 from . import library
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan, plan_from_lists
-from ...call import Call
-from ...qtensor import QTensor
-from ...recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, heads_of
-from ...stages import Prepared
-from ...tokenmask import TokenMask
-from .. import budget
-from ..forced import forced_blocks
+from ...rules import error_budget as budget
+from ...rules.forced_blocks import forced_blocks
+from ...values.blockplan import BlockPlan, plan_from_lists
+from ...values.call import Call
+from ...values.qtensor import QTensor
+from ...values.recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, heads_of
+from ...values.stages import Prepared
+from ...values.tokenmask import TokenMask
 from . import library
 from .op_arguments import min_similarity, parts_of, scored_parts, token_parts
 

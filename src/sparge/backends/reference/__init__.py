@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...backend import Backend, FixedCost
-from ...call import Call
-from ...host import Host
-from ...stages import Stages
+from ...values.backend import Backend, FixedCost
+from ...values.call import Call
+from ...values.host import Host
+from ...values.stages import Stages
 
 
 def _stages() -> Stages:

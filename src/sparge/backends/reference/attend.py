@@ -23,14 +23,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan
-from ...call import Call, half_dtype, work_dtype
-from ...geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, block_sizes, in_blocks
-from ...qtensor import Operands, QTensor, finite_rows, working
-from ...recipe import heads_of
-from ...stages import Attended, Prepared
 from ...support.ordered_sums import LN2, LOG2E, dot, exp2, fold_sum, shift_of
-from ...tokenmask import OPEN, Index, TokenMask
+from ...values.blockplan import BlockPlan
+from ...values.call import Call, half_dtype, work_dtype
+from ...values.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, block_sizes, in_blocks
+from ...values.qtensor import Operands, QTensor, finite_rows, working
+from ...values.recipe import heads_of
+from ...values.stages import Attended, Prepared
+from ...values.tokenmask import OPEN, Index, TokenMask
 from .scores import HeadScores
 
 

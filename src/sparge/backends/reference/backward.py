@@ -14,14 +14,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan
-from ...call import Call, work_dtype
-from ...geometry import BLOCK_Q, block_range
-from ...qtensor import Operands, working
-from ...recipe import heads_of
-from ...stages import Gradients, Saved
 from ...support.ordered_sums import exp2, shift_of
-from ...tokenmask import Index, TokenMask
+from ...values.blockplan import BlockPlan
+from ...values.call import Call, work_dtype
+from ...values.geometry import BLOCK_Q, block_range
+from ...values.qtensor import Operands, working
+from ...values.recipe import heads_of
+from ...values.stages import Gradients, Saved
+from ...values.tokenmask import Index, TokenMask
 from .attend import Tile, kept_blocks, walk
 from .scores import HeadScores
 

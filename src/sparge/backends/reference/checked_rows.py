@@ -15,13 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...call import Call, half_dtype
-from ...geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks, slices_of
-from ...qtensor import Operands, QTensor, working
-from ...stages import Prepared
+from ...rules.error_budget import MEASURED_STEPS, N_STEPS
 from ...support.ordered_sums import LOG2E, exp2, fold_sum, mean_over_rows, shift_of
-from ...tokenmask import OPEN, TokenMask
-from ..budget import MEASURED_STEPS, N_STEPS
+from ...values.call import Call, half_dtype
+from ...values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks, slices_of
+from ...values.qtensor import Operands, QTensor, working
+from ...values.stages import Prepared
+from ...values.tokenmask import OPEN, TokenMask
 from .scores import HeadScores
 
 KEYS_AT_ONCE = 4096

@@ -14,11 +14,11 @@ import math
 import torch
 from torch import Tensor
 
-from ...call import Call
-from ...geometry import BLOCK_K, block_sizes
-from ...stages import Prepared
 from ...support.ordered_sums import LOG2E, dot, exp2, fold_sum, shift_of
-from ...tokenmask import EXCLUDED, TokenMask
+from ...values.call import Call
+from ...values.geometry import BLOCK_K, block_sizes
+from ...values.stages import Prepared
+from ...values.tokenmask import EXCLUDED, TokenMask
 from .sampled_rows import predict_rows
 from .similarity import untrusted_keys
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...call import Call, Inputs, work_dtype
-from ...geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
-from ...qtensor import Operands, Pooled, QTensor
-from ...recipe import QUANTIZED
-from ...stages import Prepared, Statistics
 from ...support.ordered_sums import fold_sum, mean_over_rows
+from ...values.call import Call, Inputs, work_dtype
+from ...values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
+from ...values.qtensor import Operands, Pooled, QTensor
+from ...values.recipe import QUANTIZED
+from ...values.stages import Prepared, Statistics
 from .rotation import rotate
 
 

@@ -13,12 +13,12 @@ import itertools
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan
-from ...call import Call
-from ...geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, sampled_rows
-from ...qtensor import Operands
 from ...support.ordered_sums import fold_sum
-from ...tokenmask import TokenMask
+from ...values.blockplan import BlockPlan
+from ...values.call import Call
+from ...values.geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, sampled_rows
+from ...values.qtensor import Operands
+from ...values.tokenmask import TokenMask
 from .checked_rows import row_weights
 
 

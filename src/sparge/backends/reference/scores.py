@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...qtensor import Operands, QTensor, working
 from ...support.ordered_sums import LOG2E, dot
-from ...tokenmask import Index, TokenMask
+from ...values.qtensor import Operands, QTensor, working
+from ...values.tokenmask import Index, TokenMask
 
 
 @dataclass(frozen=True)

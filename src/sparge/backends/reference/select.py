@@ -12,13 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan, plan_from_mask
-from ...call import Call
-from ...recipe import KeepAll, KeepError, KeepFraction, KeepMass, heads_of
-from ...stages import Prepared
-from ...support.ordered_sums import prefix_sum
-from ...tokenmask import EXCLUDED, TokenMask
-from ..budget import (
+from ...rules.error_budget import (
     Decision,
     Measured,
     choose_rows,
@@ -26,8 +20,14 @@ from ..budget import (
     step_masses,
     summarize,
 )
-from ..budget_decision import decide
-from ..forced import forced_blocks
+from ...rules.error_budget_decision import decide
+from ...rules.forced_blocks import forced_blocks
+from ...support.ordered_sums import prefix_sum
+from ...values.blockplan import BlockPlan, plan_from_mask
+from ...values.call import Call
+from ...values.recipe import KeepAll, KeepError, KeepFraction, KeepMass, heads_of
+from ...values.stages import Prepared
+from ...values.tokenmask import EXCLUDED, TokenMask
 from .checked_rows import deviations, dropped_masses, step_errors
 from .similarity import untrusted_keys, untrusted_queries
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...call import Call
-from ...recipe import heads_of
-from ...stages import Statistics
+from ...values.call import Call
+from ...values.recipe import heads_of
+from ...values.stages import Statistics
 
 
 def untrusted_queries(call: Call, found: Statistics) -> Tensor:

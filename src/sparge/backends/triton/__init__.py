@@ -9,10 +9,10 @@ import os
 
 import torch
 
-from ...backend import Backend
-from ...call import Call
-from ...host import Host
-from ...stages import PackedStages, Stages
+from ...values.backend import Backend
+from ...values.call import Call
+from ...values.host import Host
+from ...values.stages import PackedStages, Stages
 from .architectures import INTERPRETER, KINDS, Architecture, architecture_of
 from .cost import COST
 from .grids import why_too_large

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...host import host
+from ...values.host import host
 
 INTERPRETER = "interpreter"
 KINDS = ("cuda", "xpu")

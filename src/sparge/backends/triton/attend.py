@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan
-from ...call import Call, Inputs
-from ...geometry import BLOCK_K, BLOCK_Q
-from ...qtensor import QTensor
-from ...stages import Attended, Prepared
-from ...tokenmask import TokenMask
+from ...values.blockplan import BlockPlan
+from ...values.call import Call, Inputs
+from ...values.geometry import BLOCK_K, BLOCK_Q
+from ...values.qtensor import QTensor
+from ...values.stages import Attended, Prepared
+from ...values.tokenmask import TokenMask
 from . import attend_kernel
 from .launch import launch
 from .masks import is_causal, lists_of, mask_arguments, pools_of

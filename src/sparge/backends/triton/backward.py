@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan
-from ...call import Call
-from ...geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, in_blocks
-from ...qtensor import working
-from ...recipe import heads_of
-from ...stages import Gradients, Saved
-from ...tokenmask import TokenMask
+from ...values.blockplan import BlockPlan
+from ...values.call import Call
+from ...values.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, in_blocks
+from ...values.qtensor import working
+from ...values.recipe import heads_of
+from ...values.stages import Gradients, Saved
+from ...values.tokenmask import TokenMask
 
 
 @dataclass(frozen=True)

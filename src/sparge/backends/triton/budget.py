@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan, plan_from_lists
-from ...call import Call
-from ...qtensor import Operands, QTensor
-from ...recipe import KeepError, Recipe
-from ...stages import Prepared
+from ...rules import error_budget as budget
+from ...rules.error_budget_decision import decide
 from ...support.device_constants import constant
-from ...tokenmask import TokenMask
-from .. import budget
-from ..budget_decision import decide
+from ...values.blockplan import BlockPlan, plan_from_lists
+from ...values.call import Call
+from ...values.qtensor import Operands, QTensor
+from ...values.recipe import KeepError, Recipe
+from ...values.stages import Prepared
+from ...values.tokenmask import TokenMask
 from . import budget_kernel
 from .attend import pooled_arguments, value_arguments
 from .launch import launch

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from ...backend import Backend
-from ...errors import Unsupported
-from ...host import host
-from ...recipe import PRECISIONS
+from ...routing.crossover import Crossover
+from ...routing.trials import Bench, Trials, crossover_of, each
+from ...support.errors import Unsupported
 from ...support.turns import HOST, Timer, take_turns, timer
-from ..crossover import Crossover
-from ..trials import Bench, Trials, crossover_of, each
+from ...values.backend import Backend
+from ...values.host import host
+from ...values.recipe import PRECISIONS
 from .cost import key_of
 from .roofline import card_of
 

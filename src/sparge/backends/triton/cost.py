@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...backend import Estimate
-from ...blockplan import BlockPlan
-from ...call import Call
-from ...recipe import KeepAll
+from ...routing import cost_file
+from ...routing.crossover import Crossover, costs_of, decided_without_numbers
+from ...routing.measure_apart import calibration_allowed, measure_apart
 from ...support.accelerator import capturing
-from .. import cost_file
-from ..crossover import Crossover, costs_of, decided_without_numbers
-from ..measure_apart import calibration_allowed, measure_apart
+from ...values.backend import Estimate
+from ...values.blockplan import BlockPlan
+from ...values.call import Call
+from ...values.recipe import KeepAll
 from .densities import Arrived, Densities, counts_later
 from .packages import triton_version
 from .roofline import Card, card_of, roofline

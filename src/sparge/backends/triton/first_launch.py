@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import Unsupported
+from ...support.errors import Unsupported
 from .packages import built_for
 
 LDCONFIG = "/sbin/ldconfig"

@@ -6,7 +6,7 @@ is `(key blocks, query blocks, batch and heads of the mask)`. A query block is u
 
 from __future__ import annotations
 
-from ...call import Call
+from ...values.call import Call
 
 MOST_OF_AXIS = 65_535
 """Programs along the second and third axis, of CUDA. Taken for other platforms, too: their own

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import Unsupported
+from ...support.errors import Unsupported
 from . import first_launch
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan
-from ...call import Call
-from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...recipe import Recipe
-from ...tokenmask import OPEN, TokenMask
+from ...values.blockplan import BlockPlan
+from ...values.call import Call
+from ...values.geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ...values.recipe import Recipe
+from ...values.tokenmask import OPEN, TokenMask
 from . import select_kernel
 from .launch import launch
 from .shapes import within

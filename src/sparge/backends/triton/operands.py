@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call import Call
-from ...geometry import BLOCK_K
-from ...qtensor import QTensor
-from ...stages import Prepared
+from ...values.call import Call
+from ...values.geometry import BLOCK_K
+from ...values.qtensor import QTensor
+from ...values.stages import Prepared
 from .architectures import Architecture, architecture_of
 from .packed import NOT_PACKED
 from .shapes import block_dim, held_in, most_of, tl_type, unit_rows

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
+from ...values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
 from .shapes import within
 
 

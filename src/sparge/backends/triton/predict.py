@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...call import Call
-from ...stages import Prepared
-from ...tokenmask import TokenMask
+from ...values.call import Call
+from ...values.stages import Prepared
+from ...values.tokenmask import TokenMask
 from . import predict_kernel
 from .architectures import Architecture, architecture_of
 from .launch import launch

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...call import Call, Inputs
-from ...geometry import BLOCK_K, BLOCK_Q
-from ...qtensor import Operands, Pooled, QTensor
-from ...stages import Prepared, Statistics
+from ...values.call import Call, Inputs
+from ...values.geometry import BLOCK_K, BLOCK_Q
+from ...values.qtensor import Operands, Pooled, QTensor
+from ...values.stages import Prepared, Statistics
 from . import prepare_kernel
 from .architectures import Architecture, architecture_of
 from .launch import DoesNotFit, launch

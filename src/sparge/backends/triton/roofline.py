@@ -17,8 +17,16 @@ from typing import Any
 
 import torch
 
-from ...recipe import PRECISIONS
-from ..crossover import DENSE_LSE, DENSE_WAY, DTYPES, HEAD_DIMS, Crossover, UnitCosts, name_of
+from ...routing.crossover import (
+    DENSE_LSE,
+    DENSE_WAY,
+    DTYPES,
+    HEAD_DIMS,
+    Crossover,
+    UnitCosts,
+    name_of,
+)
+from ...values.recipe import PRECISIONS
 from .instructions import instructions_of
 from .rates import DENSE_SHARE, Throughput, rates_of, uses_legacy_int8
 

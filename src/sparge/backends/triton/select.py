@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan, plan_from_lists
-from ...call import Call
-from ...recipe import KeepAll, KeepError, KeepFraction, KeepMass
-from ...stages import Prepared
-from ...tokenmask import TokenMask
+from ...values.blockplan import BlockPlan, plan_from_lists
+from ...values.call import Call
+from ...values.recipe import KeepAll, KeepError, KeepFraction, KeepMass
+from ...values.stages import Prepared
+from ...values.tokenmask import TokenMask
 from . import select_kernel
 from .launch import launch
 from .masks import forced_arguments, is_causal, kind_arguments, mask_arguments

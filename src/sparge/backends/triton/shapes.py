@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...call import Call, half_dtype
-from ...recipe import PerHeadOrOff, heads_of
 from ...support.device_constants import constant
+from ...values.call import Call, half_dtype
+from ...values.recipe import PerHeadOrOff, heads_of
 
 LOG2E = math.log2(math.e)
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

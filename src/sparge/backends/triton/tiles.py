@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from ...call import Call
+from ...values.call import Call
 from .architectures import Architecture, Tiles, architecture_of
 from .launch import DoesNotFit
 

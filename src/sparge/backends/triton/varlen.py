@@ -10,13 +10,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...blockplan import BlockPlan, plan_from_lists
-from ...call import Call, Inputs
-from ...errors import Unsupported
-from ...geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
-from ...recipe import KeepError
-from ...stages import Attended, AttendedPack, SomeOf
-from ...tokenmask import TokenMask
+from ...support.errors import Unsupported
+from ...values.blockplan import BlockPlan, plan_from_lists
+from ...values.call import Call, Inputs
+from ...values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
+from ...values.recipe import KeepError
+from ...values.stages import Attended, AttendedPack, SomeOf
+from ...values.tokenmask import TokenMask
 from .attend import attend_lists
 from .grids import why_too_many
 from .packed import Packed, pack

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import Unsupported
+from ...support.errors import Unsupported
 from .launch import Launch, on_device_of, watch_launches
 
 COMPILED, STORED, LOADED = "compiled", "stored", "loaded"

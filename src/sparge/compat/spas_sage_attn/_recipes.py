@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import Unsupported
-from ...recipe import KeepFraction, KeepMass, Recipe
+from ...support.errors import Unsupported
+from ...values.recipe import KeepFraction, KeepMass, Recipe
 
 LN2 = math.log(2.0)
 Numbers = float | tuple[float, ...]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...recipe import KeepAll, KeepMass, Recipe, heads_of
+from ...values.recipe import KeepAll, KeepMass, Recipe, heads_of
 from ._recipes import LN2, recipe_of
 
 FIELDS = ("is_sparse", "cdfthreshd", "simthreshd1", "simthreshd2", "pvthreshd")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...recipe import KeepAll, Recipe
+from ...values.recipe import KeepAll, Recipe
 from ._recipes import check_flag, precision_of, refuse
 from ._saved import (
     FIELDS,
@@ -33,7 +33,7 @@ from .core import Result, heads_first, run
 
 Model = TypeVar("Model", bound=nn.Module)
 SIM_RULES = ("l1", "cosine", "rmse")
-TUNER = "sparge.tune"
+TUNER = "sparge_tools.tuning"
 
 
 class SparseAttentionMeansim(nn.Module):

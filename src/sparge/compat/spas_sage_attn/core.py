@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api import attention
-from ...geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...recipe import Recipe
-from ...record import record
+from ...api.attention import attention
+from ...values.geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ...values.recipe import Recipe
+from ...values.run import record
 from ._recipes import Threshold, check_flag, precision_of, pv_recipe, recipe_of, refuse
 
 LAYOUTS = ("HND", "NHD")

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...api import make_plan
-from ...geometry import BLOCK_K, BLOCK_Q
+from ...api.attention import make_plan
+from ...values.geometry import BLOCK_K, BLOCK_Q
 from ._recipes import Threshold, numbers_of, recipe_of, refuse
 
 

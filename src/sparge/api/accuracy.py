@@ -1,0 +1,102 @@
+"""The error of an attention output: a few of its rows recomputed exactly from the same inputs.
+
+It does not matter what made the output: skipping, 8 bits, or another library.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..engine.check import check_call
+from ..rules.exact_rows import row_outputs
+from ..support.autocast import without_autocast
+from ..values.geometry import slices_of
+from ..values.tokenmask import TokenMask, as_4d
+
+ROWS = 64
+# Scores held at once: 4M fp32 numbers are 16 MB.
+_SCORES = 1 << 22
+
+
+def output_error(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    rows: int = ROWS,
+) -> Tensor:
+    """Relative L1 of `out` against exact attention on sampled rows, `[B, Hq]`.
+
+    query, key, value and the other arguments as `attention` had them, out `[B, Hq, Lq, Dv]`.
+    rows: how many query rows, one from each of as many equal parts of the sequence.
+    """
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out must be a tensor, got {type(out).__name__}")
+    # No gradients here. check_call refuses what is not a tensor.
+    query, key, value, out = (
+        x.detach() if isinstance(x, Tensor) else x for x in (query, key, value, out)
+    )
+    call = check_call(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+    )
+    needed = (*query.shape[:3], value.shape[3])
+    if out.shape != needed:
+        raise ValueError(f"out must be {list(needed)}, as attention returns, got {list(out.shape)}")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows must be a whole number of at least 1, got {rows!r}")
+    tokens = TokenMask(call.Lq, call.Lk, is_causal, call.offset, as_4d(attn_mask))
+    chosen = sample_rows(call.Lq, rows).to(query.device)
+    with torch.no_grad(), without_autocast(call.device):
+        each = [
+            _wrong_and_right(query, key, value, out, tokens, b, h, chosen, call.scale)
+            for b in range(call.B)
+            for h in range(call.Hq)
+        ]
+    wrong, right = torch.stack(each).reshape(call.B, call.Hq, 2).unbind(-1)
+    return torch.where(wrong == 0, 0.0, wrong / right).float()
+
+
+def sample_rows(L: int, n: int) -> Tensor:
+    """Up to n rows, one from each of n equal parts of the sequence; always the same ones.
+
+    At random within its part: a fixed step would always meet the same place of a block.
+    """
+    n = min(n, L)
+    edges = torch.arange(n + 1) * L // n
+    within = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    return edges[:-1] + (within * (edges[1:] - edges[:-1])).long()
+
+
+def _wrong_and_right(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    tokens: TokenMask,
+    b: int,
+    h: int,
+    rows: Tensor,
+    scale: float,
+) -> Tensor:
+    """Σ|out - exact| and Σ|exact| over the rows of one head, fp64."""
+    sums = torch.zeros(2, dtype=torch.float64, device=query.device)
+    for part in slices_of(len(rows), max(1, _SCORES // tokens.Lk)):
+        some = rows[part]
+        exact = row_outputs(query, key, value, tokens, b, h, some, scale=scale).double()
+        sums[0] += (out[b, h, some].double() - exact).abs().sum()
+        sums[1] += exact.abs().sum()
+    return sums

@@ -1,0 +1,301 @@
+"""The public calls: check → choose → prepare → predict → select → attend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast, overload
+
+import torch
+from torch import Tensor
+
+from ..backends.dense import attend_dense
+from ..backends.reference.prepare import quantize
+from ..backends.reference.sampled_rows import sampled_error as _sampled_error
+from ..engine.check import check_call, check_plan
+from ..engine.execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
+from ..engine.ops import facts_of, plan_of_tensors
+from ..routing import Choice
+from ..routing.call_cache import check_and_choose
+from ..support.autocast import as_autocast
+from ..values.backend import AUTO, DENSE
+from ..values.blockplan import BlockPlan
+from ..values.call import Inputs
+from ..values.qtensor import Operands
+from ..values.recipe import EXACTLY, Recipe
+from ..values.run import note
+from ..values.tokenmask import as_4d
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since Python 3.11
+
+T = TypeVar("T")
+
+
+class PackedOptions(TypedDict, total=False):
+    """What `attention` and `attention_varlen` take by name, besides `return_lse`."""
+
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    causal_align: str
+    recipe: Recipe | None
+    backend: str
+
+
+class Options(PackedOptions, total=False):
+    """What `attention` takes by name, besides `return_lse`."""
+
+    attn_mask: Tensor | None
+    block_mask: Tensor | None
+    label: str
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **rest: Unpack[Options],
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **rest: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **rest: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    block_mask: Tensor | None = None,
+    backend: str = AUTO,
+    return_lse: bool = False,
+    label: str = "",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Sparse attention in place of `F.scaled_dot_product_attention`.
+
+    query `[B, Hq, Lq, D]`, key `[B, Hk, Lk, D]`, value `[B, Hk, Lk, Dv]`; names and meaning are
+    SDPA's. `attn_mask` and `is_causal` may be given together; both then apply.
+    causal_align: where the diagonal lies when Lq != Lk: `"top_left"` (SDPA) or `"bottom_right"`
+    (the queries are the last of the keys: KV cache, chunked prefill).
+    recipe: how much to keep and in what precision; None is the default recipe.
+    block_mask: bool, broadcastable to `[B, Hq, n_q, n_k]`: exactly these blocks are computed.
+    backend: `"auto"` may route to dense attention where that is faster; a name is obeyed or
+    refused, never replaced.
+    label: a name for the call in the record, such as its layer's.
+
+    Returns a tensor of the input dtype, or `(out, lse)` with the natural-log LSE `[B, Hq, Lq]`.
+    """
+    query, key, value = as_autocast(query, key, value)
+    inputs = Inputs(query, key, value, attn_mask, block_mask)
+    call, choice = check_and_choose(
+        inputs,
+        backend=backend,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        return_lse=return_lse,
+        label=label,
+    )
+    if attn_mask is not None or block_mask is not None:
+        inputs = Inputs(query, key, value, as_4d(attn_mask), as_4d(block_mask))
+    dense = call.needs_grad and choice.backend == DENSE
+    if torch.compiler.is_compiling() and dense:
+        # torch's own gradient; the one case that cannot be recorded
+        tokens = tokens_of(call, inputs)
+        out, lse = attend_dense(
+            query, key, value, tokens, scale=call.scale, need_lse=call.return_lse
+        )
+    elif torch.compiler.is_compiling() or wants_op(query) or (call.needs_grad and not dense):
+        flags = (return_lse, call.needs_grad, backend, label)
+        out, lse, *_ = torch.ops.sparge.attention(*inputs[:5], *facts_of(call), *flags)
+    else:
+        # The same work without the dispatcher, whose cost is noticeable in short calls.
+        done = run_attention(call, choice, inputs)
+        note(done.run)
+        out, lse = done.out, done.lse
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def make_plan(
+    query: Tensor,
+    key: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    block_mask: Tensor | None = None,
+    backend: str = AUTO,
+    value: Tensor | None = None,
+) -> BlockPlan:
+    """The first half of `attention`: which key blocks each query block will read.
+
+    `KeepError` reads the value, to measure what skipping does; no other recipe does.
+    """
+    query, key = map(_detached, as_autocast(query, key))
+    value = None if value is None else _detached(as_autocast(value)[0])
+    attn_mask = _detached(attn_mask)
+    call = check_call(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        block_mask=block_mask,
+        backend=backend,
+        planning=True,
+    )
+    inputs = Inputs(query, key, value, as_4d(attn_mask), as_4d(block_mask))
+    if not (torch.compiler.is_compiling() or wants_op(query)):
+        return run_plan(call, inputs, backend=backend)
+    masks = (inputs.attn_mask, inputs.block_mask)
+    *plan, measured = torch.ops.sparge.plan(query, key, *masks, *facts_of(call), backend, value)
+    made = plan_of_tensors(tuple(plan), call, measured)
+    return made if torch.compiler.is_compiling() else made.trust()
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BlockPlan,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str | None = None,
+    recipe: Recipe | None = None,
+    backend: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """The second half of `attention`: `(out, lse)` over the blocks of a plan.
+
+    The plan holds its diagonal; `is_causal` and `causal_align` may be left out and must agree
+    if given. Of the recipe, only precision, pv_skip and what skipped blocks contribute apply.
+    Without a recipe no block but the plan's contributes; to repeat what `attention` computes, give
+    the recipe that the plan was made by (`sparge.DEFAULT` if none).
+    """
+    recipe = EXACTLY if recipe is None else recipe
+    query, key, value = as_autocast(query, key, value)
+    call = check_call(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=getattr(plan, "is_causal", False),
+        scale=scale,
+        enable_gqa=enable_gqa,
+        offset=getattr(plan, "offset", 0),
+        recipe=recipe,
+        backend=backend,
+        return_lse=True,
+    )
+    check_plan(plan, call, query.device, is_causal=is_causal, causal_align=causal_align)
+    inputs = Inputs(query, key, value, as_4d(attn_mask))
+    if not (torch.compiler.is_compiling() or wants_op(query) or call.needs_grad):
+        done = run_attend(call, inputs, plan, backend=backend)
+        return done.out, done.lse
+    tensors = (query, key, value, inputs.attn_mask, plan.counts, plan.indices, plan.allowed)
+    out, lse, _ = torch.ops.sparge.attend(*tensors, *facts_of(call), backend, plan.measured)
+    return out, lse
+
+
+def sampled_error(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BlockPlan,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """What skipping costs, measured on a few exact rows of each query block: `[B, Hq]`.
+
+    Relative L1 between the output of those rows over the kept blocks and over all blocks.
+    """
+    query, key, value = map(_detached, as_autocast(query, key, value))
+    attn_mask = _detached(attn_mask)
+    call = check_call(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=getattr(plan, "is_causal", False),
+        scale=scale,
+        enable_gqa=enable_gqa,
+        offset=getattr(plan, "offset", 0),
+        recipe=recipe,
+    )
+    check_plan(plan, call, query.device)
+    tokens = tokens_of(call, Inputs(query, key, value, as_4d(attn_mask)))
+    with undisturbed(call.device):
+        operands = Operands(query, key, value)
+        if call.recipe.quantized:
+            operands = quantize(query, key, value, scale=call.scale, precision="int8")
+        return _sampled_error(call, operands, value, plan, tokens)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    block_mask: Tensor | None = None,
+    backend: str = AUTO,
+    return_lse: bool = False,
+) -> Choice:
+    """Which backend `attention` would run for these arguments, and why each other would not."""
+    query, key, value = as_autocast(query, key, value)
+    _, choice = check_and_choose(
+        Inputs(query, key, value, attn_mask, block_mask),
+        backend=backend,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        return_lse=return_lse,
+        label="",
+    )
+    return replace(choice, rejected=dict(choice.rejected))  # the caller's own copy
+
+
+def wants_op(x: Tensor) -> bool:
+    """Meta tensors and tensor subclasses go through the op, which they intercept."""
+    return x.is_meta or type(x) not in (Tensor, torch.nn.Parameter)
+
+
+def _detached(x: T) -> T:
+    """Without its graph: a plan is constant, so inputs may require grad in any precision."""
+    return cast(T, x.detach()) if isinstance(x, Tensor) else x

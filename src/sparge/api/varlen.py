@@ -1,0 +1,147 @@
+"""Packed sequences of different lengths: `[T, H, D]` and the boundaries between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ..engine.check import check_boundaries, check_varlen
+from ..engine.execute_varlen import choices, run_together, run_varlen, sequence
+from ..support.autocast import as_autocast
+from ..values.backend import AUTO
+from ..values.call import Call
+from ..values.recipe import Recipe
+from ..values.run import apart, note
+from .attention import PackedOptions, attention, wants_op
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **rest: Unpack[PackedOptions],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **rest: Unpack[PackedOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: bool,
+    **rest: Unpack[PackedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    backend: str = AUTO,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` within each packed sequence.
+
+    query `[Tq, Hq, D]`, key `[Tk, Hk, D]`, value `[Tk, Hk, Dv]`; sequence `i` has the rows
+    `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` and the keys `cu_seqlens_k[i] : cu_seqlens_k[i + 1]`.
+    Each result is, bit for bit, that of its sequence alone on the same backend. `auto` chooses for
+    each by its own lengths. Where it chooses dense attention and all such sequences of the pack
+    together were measured to be faster in the native core than by torch's kernel, they run there:
+    every block is kept, in the caller's own precision, and results differ from torch's by rounding.
+    The lse is `[Hq, Tq]`.
+    """
+    query, key, value = as_autocast(query, key, value)
+    packed = (query, key, value, cu_seqlens_q, cu_seqlens_k)
+    call = check_varlen(
+        *packed,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        backend=backend,
+        return_lse=return_lse,
+    )
+    if call.needs_grad:
+        out, lse = _differentiable(*packed, call, backend, causal_align)
+    elif torch.compiler.is_compiling() or wants_op(query):
+        facts = (call.is_causal, causal_align, call.scale, call.recipe.to_json())
+        out, lse = torch.ops.sparge.attention_varlen(*packed, *facts, return_lse, backend)
+    else:
+        cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
+        tensors = (query, key, value)
+        out, lse = run_varlen(call, *tensors, cuts, backend=backend, align=causal_align)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def _differentiable(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    call: Call,
+    backend: str,
+    causal_align: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Sequence by sequence through `attention`; autograd combines their gradients."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "attention_varlen has no gradient inside a compiled graph, where the boundaries are "
+            "not known; call it outside torch.compile, or under torch.no_grad()"
+        )
+    cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
+    choices(call, cuts, backend, causal_align)  # a refusal comes before any work
+    outs, lses = [], []
+    with apart() as runs:
+        for i in range(len(cuts[0]) - 1):
+            one = sequence(query, key, value, cuts, i)
+            assert one.value is not None
+            done = attention(
+                one.query,
+                one.key,
+                one.value,
+                is_causal=call.is_causal,
+                scale=call.scale,
+                enable_gqa=call.Hq != call.Hk,
+                causal_align=causal_align,
+                recipe=call.recipe,
+                backend=backend,
+                return_lse=call.return_lse,
+            )
+            out, lse = done if isinstance(done, tuple) else (done, None)
+            outs.append(out[0].transpose(0, 1))
+            lses += [] if lse is None else [lse[0]]
+    note(run_together(call, runs))
+    return torch.cat(outs), torch.cat(lses, 1) if lses else None

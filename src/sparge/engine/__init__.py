@@ -1,0 +1,1 @@
+"""Checks a call, runs its stages, registers the ops."""

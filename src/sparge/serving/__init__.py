@@ -1,0 +1,1 @@
+"""Engines that serve many requests."""

@@ -1,0 +1,126 @@
+"""Which prefills of a layer are served here, and which vLLM's own attention does faster.
+
+`auto` first asks sparge's own choice, which knows torch's dense attention. vLLM has a kernel of its
+own, so its time is measured when a worker starts and compared with what is predicted of ours, the
+copy of cached keys included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from ...backends.cpu.cost import COST
+from ...routing import Choice, choose, settle
+from ...routing.choose import asked_backend
+from ...routing.crossover import CLEARLY, allowed_pairs, expected_density
+from ...values.backend import AUTO, CPU, DENSE
+from ...values.call import Call
+from ...values.geometry import BLOCK_Q
+from ...values.recipe import Recipe
+from .batch import Request
+from .refusals import DECODE, FEW_QUERIES, PREDICTED_DENSE, PREDICTED_OWN
+
+ENOUGH_CALLS = 8
+"""Calls of a layer after which its own density is used in place of the expected one."""
+LONG = 8192
+"""Tokens of the prompt that settings are checked with when a worker starts."""
+
+
+@dataclass(frozen=True)
+class OwnCost:
+    """Seconds of vLLM's attention for a query-key pair of one head, measured; and of copying one
+    cached key and its value out of their blocks."""
+
+    pair: float
+    key: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the prefills of a layer have in common."""
+
+    Hq: int
+    Hk: int
+    D: int
+    dtype: torch.dtype
+    device: str
+    scale: float
+    recipe: Recipe
+    index: int = 0
+
+    def call(self, request: Request) -> Call:
+        Lq = request.Lq + request.lead
+        return Call(
+            B=1,
+            Hq=self.Hq,
+            Hk=self.Hk,
+            Lq=Lq,
+            Lk=request.Lk,
+            D=self.D,
+            Dv=self.D,
+            dtype=self.dtype,
+            device=self.device,
+            index=self.index,
+            scale=self.scale,
+            recipe=self.recipe,
+            is_causal=True,
+            offset=request.Lk - Lq,
+        )
+
+
+def settle_backend(shape: Shape, backend: str) -> Choice:
+    """The choice for a long prompt, after a calibration if numbers are missing; a named backend
+    that cannot serve such a call raises `Unsupported`."""
+    call = shape.call(Request(0, LONG, LONG))
+    return settle(call, choose(call, backend))
+
+
+def named_backend(backend: str) -> str | None:
+    """The backend that settings or `SPARGE_BACKEND` name; None for `auto`."""
+    name, _ = asked_backend(backend)
+    return None if name == AUTO else name
+
+
+def why_not(
+    shape: Shape, request: Request, *, backend: str, own: OwnCost | None, density: float | None
+) -> str:
+    """Why vLLM's attention shall run a request; "" if it is served here.
+
+    density: of this layer's calls so far, None while there are few.
+    """
+    if request.Lq <= 1:
+        return DECODE
+    if named_backend(backend) is not None:
+        return ""
+    if request.Lq < BLOCK_Q:
+        return FEW_QUERIES
+    call = shape.call(request)
+    chosen = _choose(call, COST.generation)
+    if chosen == DENSE:
+        return PREDICTED_DENSE
+    if own is None or chosen != CPU:
+        return ""
+    expected = expected_density(call) if density is None else density
+    ours = COST.crossover().predict_sparse(call, expected)
+    ours += 0.0 if request.fresh else own.key * request.Lk
+    return "" if ours < CLEARLY * own.pair * call.Hq * _pairs(request, call) else PREDICTED_OWN
+
+
+def chosen_backend(shape: Shape, request: Request, backend: str) -> str:
+    """The name to call `attention` with. Named even where `auto` chose it: vLLM's attention takes
+    the place of dense attention, so a plan must not be routed to that afterwards."""
+    return named_backend(backend) or _choose(shape.call(request), COST.generation)
+
+
+def _pairs(request: Request, call: Call) -> int:
+    """Query-key pairs that vLLM's attention computes: those of the request's own rows."""
+    own = replace(call, Lq=request.Lq, offset=request.Lk - request.Lq)
+    return allowed_pairs(own)
+
+
+@lru_cache(maxsize=4096)
+def _choose(call: Call, generation: int) -> str:
+    return choose(call, AUTO).backend

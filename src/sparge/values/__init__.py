@@ -1,0 +1,1 @@
+"""Small frozen values that pass between the other folders."""

@@ -1,0 +1,387 @@
+"""NOUN which key blocks each query block reads. Prints itself, counts itself, goes to files.
+
+For every `(b, h, i_q)` a count and an ascending list of key-block indices, int32. A plan also
+holds the lengths and the causal diagonal it was made for and is refused for others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..support.atomic_files import replace_file
+from ..support.block_picture import draw_blocks
+from ..support.json_text import parse_json
+from .block_lists import (
+    BlockCSR,
+    BlockLists,
+    check_facts,
+    check_plan_tensors,
+    checked_tokens,
+    csr_of,
+    flex_mask,
+    lists_of,
+    mask_of,
+    read_csr,
+    read_lists,
+    read_mask,
+    split_lists,
+)
+from .geometry import BLOCK_Q, CAUSAL_ALIGNS, ROW_GROUP, block_sizes, diagonal_offset
+from .tokenmask import EXCLUDED, TokenMask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+FILE_FORMAT = "sparge.blockplan/2"
+OLD_FORMAT = "sparge.blockplan/1"
+"""Had `causal_align` in place of `offset`; still read."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """counts, allowed `[B, Hq, n_q]` and indices `[B, Hq, n_q, n_k]`, int32.
+
+    counts: blocks kept in each row; indices: those blocks, ascending, then -1.
+    allowed: blocks the row may attend; the denominator of every density.
+    offset: query row `i` stands at key position `i + offset`; a causal row sees keys up to there.
+    has_mask: made with an `attn_mask`, which must then be given to `attend` too.
+    measured: by `KeepError`, fp64 `[3, B, Hq]`: error, bound, raised; neither saved nor compared.
+
+    `to_mask()` is equivalent to
+
+        mask = torch.zeros(B, Hq, n_q, n_k, dtype=torch.bool)
+        for b, h, i_q in itertools.product(range(B), range(Hq), range(n_q)):
+            mask[b, h, i_q, indices[b, h, i_q, : counts[b, h, i_q]].long()] = True
+    """
+
+    counts: Tensor
+    indices: Tensor
+    allowed: Tensor
+    Lq: int
+    Lk: int
+    is_causal: bool = False
+    offset: int = 0
+    has_mask: bool = False
+    measured: Tensor | None = None
+
+    @property
+    def error(self) -> Tensor | None:
+        """Error of each head that `KeepError` measured, `[B, Hq]`."""
+        return None if self.measured is None else self.measured[0]
+
+    @property
+    def bound(self) -> Tensor | None:
+        """Upper confidence bound of the error, by which `KeepError` chose, `[B, Hq]`."""
+        return None if self.measured is None else self.measured[1]
+
+    @property
+    def raised(self) -> Tensor | None:
+        """Query heads that run in the caller's own precision, bool `[Hq]`."""
+        return None if self.measured is None else raised_heads(self.measured)
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: Tensor,
+        *,
+        Lq: int,
+        Lk: int,
+        is_causal: bool = False,
+        causal_align: str = "top_left",
+        attn_mask: Tensor | None = None,
+    ) -> BlockPlan:
+        """The plan of a bool block mask `[B, Hq, n_q, n_k]`, less the blocks nothing may attend."""
+        if causal_align not in CAUSAL_ALIGNS:
+            raise ValueError(f"causal_align must be one of {CAUSAL_ALIGNS}, got {causal_align!r}")
+        check_facts(Lq, Lk, is_causal)
+        offset = diagonal_offset(Lq, Lk, causal_align)
+        return plan_from_mask(*read_mask(mask, TokenMask(Lq, Lk, is_causal, offset, attn_mask)))
+
+    @property
+    def diagonal(self) -> TokenMask:
+        """Lengths and diagonal, without the caller's mask."""
+        return TokenMask(self.Lq, self.Lk, self.is_causal, self.offset)
+
+    def to_mask(self) -> Tensor:
+        """The kept blocks as bool `[B, Hq, n_q, n_k]`."""
+        return mask_of(self.counts, self.indices, self.indices.shape[-1])
+
+    def to_flex(self) -> BlockMask:
+        """A FlexAttention `BlockMask` that computes the same pairs, compiled or eager."""
+        if self.has_mask:
+            raise ValueError(
+                "a plan made with attn_mask has no BlockMask equivalent here; make the plan "
+                "without it and put the mask into your own mask_mod"
+            )
+        return flex_mask(self.to_mask(), self.diagonal)
+
+    def to_csr(self, b: int | None = None, h: int | None = None) -> BlockCSR:
+        """`(indptr, indices)` of the rows of all heads, or of batch entry `b` or head `h` alone.
+
+        Stays on the plan's device; the host reads one number, how many blocks there are.
+        """
+        return csr_of(self.counts, self.indices, b, h)
+
+    @classmethod
+    def from_csr(
+        cls,
+        indptr: Tensor,
+        indices: Tensor,
+        *,
+        B: int = 1,
+        Hq: int = 1,
+        Lq: int,
+        Lk: int,
+        is_causal: bool = False,
+        offset: int = 0,
+        attn_mask: Tensor | None = None,
+    ) -> BlockPlan:
+        """The plan of a `BlockCSR` with `B · Hq` heads, less the blocks nothing may attend.
+
+        Lengths, diagonal and mask are not part of it and are given again, as the plan has them:
+        `offset` is 0 for `causal_align="top_left"` and `Lk - Lq` for `"bottom_right"`.
+        """
+        given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
+        return plan_from_mask(*read_csr(indptr, indices, (B, Hq), given))
+
+    def to_block_lists(self, attn_mask: Tensor | None = None) -> BlockLists:
+        """Partial and full blocks, as flash-attention's block sparsity takes them.
+
+        A plan made with `attn_mask` needs it again: it decides which blocks are full. Stays on
+        the plan's device; the host reads nothing.
+        """
+        if self.has_mask and attn_mask is None:
+            raise ValueError(
+                "attn_mask must be given for a plan made with one, got None: the mask decides "
+                "which blocks are full; pass the same mask"
+            )
+        B, Hq, _ = self.counts.shape
+        given = replace(self.diagonal, attn_mask=attn_mask)
+        return split_lists(self.to_mask(), checked_tokens(given, (B, Hq), self.counts.device))
+
+    @classmethod
+    def from_block_lists(
+        cls,
+        mask_block_cnt: Tensor,
+        mask_block_idx: Tensor,
+        full_block_cnt: Tensor | None = None,
+        full_block_idx: Tensor | None = None,
+        *,
+        Lq: int,
+        Lk: int,
+        is_causal: bool = False,
+        offset: int = 0,
+        attn_mask: Tensor | None = None,
+    ) -> BlockPlan:
+        """The plan of `BlockLists`, less the blocks nothing may attend.
+
+        Entries behind a count are not read, so lists may be narrower than `n_k`. Full blocks that
+        the diagonal or the mask cuts are refused. Lengths, diagonal and mask are as in `from_csr`.
+        """
+        given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
+        tensors = (mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx)
+        return plan_from_mask(*read_lists(tensors, given))
+
+    @property
+    def density(self) -> float:
+        """Kept blocks / allowed blocks; 1.0 where nothing may be attended."""
+        allowed = int(self.allowed.sum())
+        return int(self.counts.sum()) / allowed if allowed else 1.0
+
+    def head_density(self) -> Tensor:
+        """Density of each head, `[B, Hq]` fp64."""
+        allowed = self.allowed.sum(-1).double()
+        return torch.where(allowed > 0, self.counts.sum(-1) / allowed, 1.0)
+
+    def row_groups(self, rows: int = ROW_GROUP) -> Tensor:
+        """Groups of `rows` (the backend's) query rows in each query block, `[n_q]`."""
+        sizes = block_sizes(self.Lq, BLOCK_Q, self.counts.device)
+        return (sizes + rows - 1) // rows
+
+    def pv_groups(self, rows: int = ROW_GROUP) -> int:
+        """Row groups x kept blocks: the PV products that the second filter may skip."""
+        return int((self.counts * self.row_groups(rows)).sum())
+
+    def pv_skipped(self, pv_skips: Tensor | None, rows: int = ROW_GROUP) -> float:
+        """Share of those products that the second filter skipped, `pv_skips` `[B, Hq, n_q]`."""
+        skips = 0 if pv_skips is None else int(pv_skips.sum())
+        return skips / self.pv_groups(rows) if skips else 0.0
+
+    def sparsity(self, pv_skips: Tensor | None = None, rows: int = ROW_GROUP) -> float:
+        """(skipped QK blocks + skipped PV blocks) / (2 · allowed blocks). A block that is not kept
+        counts in both; `pv_skips` `[B, Hq, n_q]` counts row groups skipped inside kept blocks."""
+        allowed = int(self.allowed.sum())
+        if not allowed:
+            return 0.0
+        skipped = allowed - int(self.counts.sum())
+        inside = 0.0 if pv_skips is None else float((pv_skips / self.row_groups(rows)).sum())
+        return (2 * skipped + inside) / (2 * allowed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file; an existing one is replaced at once or not at all."""
+        from safetensors.torch import save
+
+        facts = {name: getattr(self, name) for name in _FACTS}
+        tensors = {name: getattr(self, name).cpu().contiguous() for name in _TENSORS}
+        data = save(tensors, metadata={"format": FILE_FORMAT, "plan": json.dumps(facts)})
+        replace_file(path, data)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BlockPlan:
+        """Read a file that `save` wrote; a damaged one is refused."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = _facts_of_file(path, file.metadata() or {})
+                plan = cls(**{name: file.get_tensor(name) for name in _TENSORS}, **facts)
+            plan.validate(f"{path} is damaged: ")
+            return plan
+        except (SafetensorError, KeyError, TypeError, RecursionError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged or not a block plan: {error}") from error
+
+    def validate(self, where: str = "") -> None:
+        """Raise unless facts, shapes, counts and lists agree; for plans that come from outside."""
+        check_facts(self.Lq, self.Lk, self.is_causal, self.has_mask, self.offset, where)
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        n_k = check_plan_tensors(tensors, self.Lq, self.Lk, where)
+        used = torch.arange(n_k, device=self.counts.device) < self.counts[..., None]
+        within = torch.where(used, (self.indices >= 0) & (self.indices < n_k), self.indices == -1)
+        rising = (self.indices[..., 1:] > self.indices[..., :-1]) | ~used[..., 1:]
+        counted = (self.counts >= 0) & (self.counts <= self.allowed) & (self.allowed <= n_k)
+        if not (within.all() and rising.all() and counted.all()):
+            raise ValueError(
+                f"{where}each list must hold `count` ascending block indices below {n_k}, then -1, "
+                "and count at most `allowed`"
+            )
+        may = self.diagonal.block_kinds(self.counts.device) != EXCLUDED
+        most = may.sum(-1)
+        agrees = (self.allowed <= most) if self.has_mask else (self.allowed == most)
+        if not agrees.all() or (self.to_mask() & ~may).any():
+            raise ValueError(
+                f"{where}its diagonal (is_causal={self.is_causal}, offset {self.offset}) does not "
+                "allow the blocks that it keeps or counts"
+            )
+        self.trust()
+
+    @property
+    def is_valid(self) -> bool:
+        """Made by a stage or validated, and its tensors not changed in place since."""
+        trusted = self.__dict__.get("_trusted")
+        return trusted is not None and trusted == self._versions()
+
+    def trust(self) -> BlockPlan:
+        """Mark the plan as valid for as long as its tensors are not changed in place."""
+        object.__setattr__(self, "_trusted", self._versions())
+        return self
+
+    def _versions(self) -> tuple[int, ...] | None:
+        """torch's counts of in-place changes; None for inference tensors, which have none."""
+        tensors = [getattr(self, name) for name in _TENSORS]
+        if any(x.is_inference() for x in tensors):
+            return None
+        return tuple(x._version for x in tensors)
+
+    def to(self, device: torch.device | str) -> BlockPlan:
+        """The plan on another device; a loaded plan is on the CPU."""
+        measured = None if self.measured is None else self.measured.to(device)
+        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        return replace(self, **moved, measured=measured)
+
+    def equal(self, other: BlockPlan) -> bool:
+        """The same blocks for the same lengths and diagonal, on one device; as `==` says."""
+        if not isinstance(other, BlockPlan) or self.counts.device != other.counts.device:
+            return False
+        return all(getattr(self, name) == getattr(other, name) for name in _FACTS) and all(
+            torch.equal(getattr(self, name), getattr(other, name)) for name in _TENSORS
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self.equal(other) if isinstance(other, BlockPlan) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # tensors have no value to hash by
+
+    def picture(self, b: int = 0, h: int = 0, width: int = 32) -> str:
+        """One head drawn with query blocks downwards and key blocks across."""
+        tokens = self.diagonal
+        allowed = tokens.block_kinds(self.counts.device)[0, 0] != EXCLUDED
+        return draw_blocks(self.to_mask()[b, h], allowed, width)
+
+    def __str__(self) -> str:
+        B, Hq, n_q = self.counts.shape
+        at = f" offset {self.offset}" if self.offset else ""
+        causal = f", causal{at}" if self.is_causal else ""
+        masked = ", token mask" if self.has_mask else ""
+        head = (
+            f"BlockPlan {B} x {Hq} heads, {self.Lq} queries x {self.Lk} keys "
+            f"({n_q} x {self.indices.shape[-1]} blocks){causal}{masked}, density {self.density:.3f}"
+        )
+        return f"{head}\nhead 0:\n{self.picture()}"
+
+    def __repr__(self) -> str:
+        return str(self).split("\n", 1)[0].join("<>")
+
+
+_TENSORS = ("counts", "indices", "allowed")
+_FACTS = ("Lq", "Lk", "is_causal", "offset", "has_mask")
+
+
+def _facts_of_file(path: str | os.PathLike[str], metadata: dict[str, str]) -> dict[str, Any]:
+    written = metadata.get("format")
+    if written not in (FILE_FORMAT, OLD_FORMAT):
+        raise ValueError(
+            f"{path} is not a block plan this version reads: its format is {written!r}, needed is "
+            f"{FILE_FORMAT!r}"
+        )
+    facts = parse_json(metadata["plan"], f"{path} is damaged: its metadata")
+    names = set(_FACTS) if written == FILE_FORMAT else {*_FACTS, "causal_align"} - {"offset"}
+    if not isinstance(facts, dict) or set(facts) != names:
+        raise ValueError(f"{path} is damaged: its metadata must have exactly {sorted(names)}")
+    if written == OLD_FORMAT:
+        align = facts.pop("causal_align")
+        if align not in CAUSAL_ALIGNS:
+            raise ValueError(f"{path} is damaged: causal_align {align!r}")
+        check_facts(facts["Lq"], facts["Lk"], facts["is_causal"])
+        facts["offset"] = diagonal_offset(facts["Lq"], facts["Lk"], align)
+    return facts
+
+
+def raised_heads(measured: Tensor) -> Tensor:
+    """`BlockPlan.raised` of its `measured`."""
+    return (measured[2] > 0).any(0)
+
+
+def plan_from_mask(kept: Tensor, tokens: TokenMask, *, measured: Tensor | None = None) -> BlockPlan:
+    """The plan of a bool map `[B, Hq, n_q, n_k]`; blocks that nothing may attend are dropped."""
+    may = (tokens.block_kinds(kept.device) != EXCLUDED).expand_as(kept)
+    counts, indices = lists_of(kept & may)
+    allowed = may.sum(-1, dtype=torch.int32)
+    return plan_from_lists(counts, indices, allowed, tokens, measured=measured)
+
+
+def plan_from_lists(
+    counts: Tensor,
+    indices: Tensor,
+    allowed: Tensor,
+    tokens: TokenMask,
+    *,
+    measured: Tensor | None = None,
+) -> BlockPlan:
+    """The plan of lists that a stage made."""
+    return BlockPlan(
+        counts,
+        indices,
+        allowed,
+        Lq=tokens.Lq,
+        Lk=tokens.Lk,
+        is_causal=tokens.is_causal,
+        offset=tokens.offset,
+        has_mask=tokens.attn_mask is not None,
+        measured=measured,
+    ).trust()

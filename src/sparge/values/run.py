@@ -1,0 +1,267 @@
+"""What ran and why: one `Run` per call, collected inside `with record() as runs:`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..support.later import Later
+from .geometry import ROW_GROUP
+from .recipe import Recipe
+
+_collectors: ContextVar[tuple[list[Run], ...]] = ContextVar("sparge_record", default=())
+_watchers: dict[str, Callable[[Run], None]] = {}
+_BY_HEAD = tuple(f"{name}_by_head" for name in ("kept", "allowed", "pv_skips"))
+_MEASURED = tuple(f"{name}_by_head" for name in ("error", "bound", "precision"))
+_TOTALS = ("sparsity", "kept", "allowed", "pv_skips", "pv_groups", "seconds")
+NUMBERS = frozenset((*_TOTALS, *_BY_HEAD, *_MEASURED))
+"""Of a `Run`, what is counted and timed; the rest is known when the call is made."""
+_NOTHING: dict[str, Any] = dict.fromkeys(("kept", "allowed", "pv_skips", "pv_groups"), 0)
+
+
+@dataclass(frozen=True)
+class RingShare:
+    """One rank of a ring. kept, allowed: blocks that it attended, and might have. sent: bytes by
+    purpose: `agree`, `move` (rows to where they are attended, and results back), `plan`, `blocks`
+    (keys and values). seconds: of its attend stage; waited: seconds in all for messages."""
+
+    rank: int
+    kept: int
+    allowed: int
+    sent: dict[str, int]
+    seconds: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class RingReport:
+    """All ranks of a ring. dense_bytes: what a ring that sends every key and value would send."""
+
+    shares: tuple[RingShare, ...]
+    dense_bytes: int
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(sum(share.sent.values()) for share in self.shares)
+
+    @property
+    def bytes_ratio(self) -> float:
+        """Bytes sent, of all purposes, against the dense ring's."""
+        return self.bytes_sent / self.dense_bytes if self.dense_bytes else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Kept blocks of the rank that has the most, against the mean."""
+        total = sum(share.kept for share in self.shares)
+        return max(share.kept for share in self.shares) * len(self.shares) / max(total, 1)
+
+    def __str__(self) -> str:
+        lines = [
+            f"ring of {len(self.shares)}: one plan of the whole sequence; {self.bytes_sent} bytes "
+            f"sent, {self.bytes_ratio:.2f} of a dense ring's; imbalance {self.imbalance:.2f}"
+        ]
+        for share in self.shares:
+            sent = " ".join(f"{name} {n}" for name, n in share.sent.items())
+            lines.append(
+                f"  rank {share.rank}: kept {share.kept} of {share.allowed} blocks, attend "
+                f"{share.seconds * 1e3:.1f} ms, waited {share.waited * 1e3:.1f} ms, sent {sent}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call as it ran.
+
+    A call on an accelerator is not waited for. Its counts and times are read from there when the
+    first of them is asked for, and are then like those of any other run.
+
+    routed_to_dense: `auto` sent the call to dense attention; `reason` says why.
+    cost_source: the numbers that `auto` chose by: `"measured"` here, the built-in `"estimate"`, or
+    `""` where the choice needed none.
+    seconds: time of each stage (prepare, predict, select, attend), and their `total`.
+    kept, allowed: blocks over all heads. pv_skips, pv_groups: row groups x kept blocks that the
+    second filter skipped, and all of them; row_group: the rows of such a group.
+    parts: of a varlen call, one run for each sequence; of sequences that ran at once, with their
+    share of the time by blocks. label: the caller's name for the call.
+    kept_by_head, allowed_by_head, pv_skips_by_head: the same counts for each query head, over the
+    batch; empty where dense attention ran.
+    error_by_head, bound_by_head: what `KeepError` measured of skipping and 8 bits together, and the
+    upper confidence bound that it chose by; the largest of the batch; None without it.
+    precision_by_head: where `KeepError` raised some heads above the recipe's precision; else None.
+    ring: of `ring_attention`, what its ranks sent and did; the counts above are this rank's.
+    captured: the call was captured in a graph and did not run, so all counts and times are 0; a
+    replay of the graph leaves no record.
+    """
+
+    what: str
+    call: str
+    backend: str
+    isa: str
+    reason: str
+    routed_to_dense: bool
+    rejected: dict[str, str]
+    recipe: Recipe
+    sparsity: float
+    kept: int
+    allowed: int
+    pv_skips: int
+    pv_groups: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    parts: tuple[Run, ...] = ()
+    label: str = ""
+    # Defaults of numbers are made: one that stood in the class would hide that it is not read yet.
+    kept_by_head: tuple[int, ...] = field(default_factory=tuple)
+    allowed_by_head: tuple[int, ...] = field(default_factory=tuple)
+    pv_skips_by_head: tuple[int, ...] = field(default_factory=tuple)
+    error_by_head: tuple[float, ...] | None = field(default_factory=lambda: None)
+    bound_by_head: tuple[float, ...] | None = field(default_factory=lambda: None)
+    precision_by_head: tuple[str, ...] | None = field(default_factory=lambda: None)
+    row_group: int = ROW_GROUP
+    cost_source: str = ""
+    ring: RingReport | None = None
+    captured: bool = False
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any], numbers: Later[Mapping[str, Any]]) -> Run:
+        """A run whose numbers (some of `NUMBERS`) may still be on their way from a device."""
+        if numbers.is_known:
+            return cls(**known, **numbers.value())
+        run = cls(**known, sparsity=0.0, **_NOTHING)
+        unread = {name: vars(run).pop(name) for name in NUMBERS}
+        vars(run)["_later"] = numbers.then(lambda found: {**unread, **found})
+        return run
+
+    @classmethod
+    def of_captured(cls, known: Mapping[str, Any]) -> Run:
+        """The run of a call that a graph captures."""
+        return cls(**known, sparsity=0.0, **_NOTHING, seconds={"total": 0.0}, captured=True)
+
+    def ready(self) -> bool:
+        """Whether its numbers can be read without waiting for a device."""
+        later: Later[Mapping[str, Any]] | None = vars(self).get("_later")
+        return later is None or later.ready()
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in NUMBERS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._read()
+            return vars(self)[name]
+
+    def _read(self) -> None:
+        later: Later[Mapping[str, Any]] | None = vars(self).get("_later")
+        if later is not None:  # the numbers first, for another thread that asks for one now
+            vars(self).update(later.value())
+            vars(self).pop("_later", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._read()
+        return dict(vars(self))
+
+    @property
+    def density(self) -> float:
+        """Kept blocks / allowed blocks."""
+        return self.kept / self.allowed if self.allowed else 1.0
+
+    @property
+    def density_by_head(self) -> tuple[float, ...]:
+        """Kept blocks / allowed blocks of each query head; empty where dense attention ran."""
+        pairs = zip(self.kept_by_head, self.allowed_by_head, strict=True)
+        return tuple(kept / allowed if allowed else 1.0 for kept, allowed in pairs)
+
+    @property
+    def pv_skipped(self) -> float:
+        """Share of the kept PV products that the second filter skipped."""
+        return self.pv_skips / self.pv_groups if self.pv_groups else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return plain | {
+            "density": self.density,
+            "pv_skipped": self.pv_skipped,
+            "recipe": self.recipe.to_dict(),
+            "parts": [part.to_dict() for part in self.parts],
+            "ring": None if self.ring is None else asdict(self.ring),
+        }
+
+    def __str__(self) -> str:
+        stages = " + ".join(f"{name} {s * 1e3:.1f}" for name, s in self.seconds.items())
+        routed = " routed to dense" if self.routed_to_dense else ""
+        pools = self.recipe.pools and self.kept < self.allowed
+        pooled = f" (others pooled by {self.recipe.pool_group})" if pools else ""
+        found = f"density {self.density:.3f}{pooled}, pv_skipped {self.pv_skipped:.3f}"
+        found += self._measured()
+        found = "captured in a graph, not counted" if self.captured else f"{found}, ms: {stages}"
+        return (
+            f"{self.what} {self.call}: {self.backend} ({self.isa}){routed}, {found}; {self.reason}"
+        )
+
+    def _measured(self) -> str:
+        """What `KeepError` found, for the worst head, and which heads it raised."""
+        if not self.error_by_head or not self.bound_by_head:
+            return ""
+        found = f", error {max(self.error_by_head):.4f} (bound {max(self.bound_by_head):.4f})"
+        given = enumerate(self.precision_by_head or ())
+        raised = [str(h) for h, name in given if name != self.recipe.precision]
+        if not raised:
+            return found
+        name = next(n for n in self.precision_by_head or () if n != self.recipe.precision)
+        return f"{found}, heads {' '.join(raised)} in {name}"
+
+
+def when_read(runs: Sequence[Run]) -> Later[Sequence[Run]]:
+    """These runs once their numbers can be read."""
+    if all("_later" not in vars(run) for run in runs):
+        return Later.known(runs)
+    return Later(lambda: all(run.ready() for run in runs), lambda: runs)
+
+
+@contextmanager
+def record() -> Iterator[list[Run]]:
+    """Collect a `Run` for every attention, plan and attend call of this thread or task."""
+    runs: list[Run] = []
+    token = _collectors.set((*_collectors.get(), runs))
+    try:
+        yield runs
+    finally:
+        _collectors.reset(token)
+
+
+@contextmanager
+def apart() -> Iterator[list[Run]]:
+    """Hide runs from the surrounding records, to note them as one; empty while nobody records."""
+    runs: list[Run] = []
+    token = _collectors.set((runs,) if recording() else ())
+    try:
+        yield runs
+    finally:
+        _collectors.reset(token)
+
+
+def watch(label: str, callback: Callable[[Run], None]) -> None:
+    """Call back with every run of this label, from any thread and from compiled graphs too."""
+    if not label or label in _watchers:
+        raise ValueError(f"a label is watched once and is not empty, got {label!r}")
+    _watchers[label] = callback
+
+
+def unwatch(label: str) -> None:
+    _watchers.pop(label, None)
+
+
+def recording(label: str = "") -> bool:
+    return bool(_collectors.get()) or (bool(label) and label in _watchers)
+
+
+def note(run: Run | None) -> None:
+    if run is not None:
+        for runs in _collectors.get():
+            runs.append(run)
+        watcher = _watchers.get(run.label)
+        if watcher is not None:
+            watcher(run)

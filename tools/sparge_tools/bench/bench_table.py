@@ -1,0 +1,111 @@
+"""A benchmark's document as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from sparge.cli.machine import machine_text
+from sparge.cli.table import Column, Table, error, milliseconds, share, three_digits, times
+
+from .cases import SAMPLED_ROWS, Case
+
+LOSES = " LOSS"
+Row = Mapping[str, Any]
+CASE = Column("case", "case")
+COLUMNS = (
+    Column("contender", "contender"),
+    Column("density", "den-\nsity", share),
+    Column("error", "error", error),
+    Column("quantization_error", "quant", error),
+    Column("seconds", "ms", milliseconds),
+)
+RATIO_COLUMNS = (
+    Column("ratio_text", "times\nSDPA", "{}".format),
+    Column("spread", "+-", "{:.0%}".format),
+)
+LAST_COLUMNS = (
+    Column("ns_per_score", "ns /\nscore", three_digits),
+    Column("share_of_peak", "of\npeak", "{:.0%}".format),
+)
+
+
+def bench_table(document: dict[str, Any]) -> Table:
+    rows, stages = rows_with_stages(document["rows"], _case_name)
+    columns = staged_columns(CASE, stages, LAST_COLUMNS)
+    on = "" if document["device"] == "cpu" else f", on {document['device']}"
+    title = f"{document['heads']} heads, structured inputs{on}"
+    return Table(title, columns, rows, _notes(document, rows, stages))
+
+
+def rows_with_stages(
+    rows: Iterable[Row], case_name: Callable[[Row], str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows for a table, and the names of their stages."""
+    made = [
+        {**row, **row.get("stages", {}), "case": case_name(row), "ratio_text": _ratio_text(row)}
+        for row in rows
+    ]
+    # In the order of the row with most stages: some recipes need no prediction.
+    fullest = sorted((row.get("stages", {}) for row in made), key=len, reverse=True)
+    return made, list(dict.fromkeys(name for each in fullest for name in each))
+
+
+def staged_columns(case: Column, stages: Sequence[str], last: Sequence[Column]) -> list[Column]:
+    """What is compared, what it kept and how far off it is, its time by stages, and its ratio."""
+    times_of_stages = (Column(name, name, milliseconds) for name in stages)
+    return [case, *COLUMNS, *times_of_stages, *RATIO_COLUMNS, *last]
+
+
+def _notes(document: dict[str, Any], rows: list[dict[str, Any]], stages: list[str]) -> list[str]:
+    lost = [row for row in rows if row.get("loses")]
+    ours = [row for row in rows if row["kind"] == "sparse" and row["why_not"] is None]
+    rounds = [row["rounds"] for row in rows if row["why_not"] is None]
+    peaks = ", ".join(
+        f"{peak['peak']:.0f} GFLOP/s ({peak['of']}) with {n} threads"
+        for n, peak in document["peaks"].items()
+    )
+    return [
+        f"machine: {machine_text(document)}.",
+        f"sparge is slower than SDPA in {len(lost)} of its {len(ours)} rows, marked{LOSES}.",
+        "case: tokens, head dim, diagonal, threads. contender: what is kept. Inputs are bf16 "
+        "unless the name says fp32; sparge computes in int8 (fast: int8-fast) and predicts by mean "
+        "(blend and default: by blend). flex: compiled FlexAttention with sparge's blocks.",
+        f"ms: the whole call, then its stages ({', '.join(stages)}).",
+        "times SDPA: time of torch's SDPA in the same dtype / this time, within a round; median of "
+        f"{_from_to(rounds)} in turns. +-: half its range over the rounds (SDPA: of its "
+        "time); a large value means that other programs ran.",
+        f"error: relative L1 against dense fp64 of the same inputs, on {SAMPLED_ROWS} query rows "
+        "of each head. quant: against fp64 over the same blocks, without the sparsity error.",
+        "ns / score: time / query-key pairs of dense attention. of peak: 4 x head dim FLOP per "
+        "query-key pair in kept blocks (QK and PV), per second, as a share of torch's fastest fp32 "
+        f"or bf16 matrix product in this run: {peaks}. 8-bit products can exceed it.",
+        *_reasons(rows),
+    ]
+
+
+def _case_name(row: Mapping[str, Any]) -> str:
+    return str(Case(row["length"], row["head_dim"], row["causal"], row["threads"]))
+
+
+def _ratio_text(row: Mapping[str, Any]) -> str:
+    if row["why_not"] is not None:
+        return "not run"
+    return times(row["ratio"]) + (LOSES if row["loses"] else "")
+
+
+def _from_to(rounds: list[int]) -> str:
+    low, high = min(rounds, default=0), max(rounds, default=0)
+    return f"{low} to {high} rounds" if low < high else f"{high} round{'' if high == 1 else 's'}"
+
+
+def _reasons(rows: list[dict[str, Any]]) -> list[str]:
+    """Why contenders did not run, one line per contender and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["why_not"] is not None:
+            found.setdefault((row["contender"], row["why_not"]), []).append(row["case"])
+    return [
+        f"not run: {name} ({len(where)} cases, first {where[0]}): {why}"
+        for (name, why), where in found.items()
+    ]

@@ -1,0 +1,138 @@
+"""One way to compute attention (torch's SDPA, sparge, Flash- or FlexAttention), measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparge.api.attention import attention, explain, make_plan
+from sparge.support.errors import Unsupported
+from sparge.support.turns import HOST, timer
+from sparge.values.blockplan import BlockPlan
+from sparge.values.run import Run, record
+
+from .flash import KINDS as FLASH_KINDS
+from .flash import flash_attention
+from .lineup import SDPA, SPARSE, Entry
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+class CompiledFlex:
+    """FlexAttention, compiled once for a shape, diagonal and number of threads.
+
+    A failure of the compiler is kept: it takes as long as a success, and would repeat.
+    """
+
+    def __init__(self) -> None:
+        self.run: Callable[..., Any] | None = None
+        self.fault: str | None = None
+
+    def compile(self, inputs: Inputs, block_mask: BlockMask) -> str | None:
+        """Compile and run once; return None, or the reason of a failure."""
+        if self.fault is None:
+            try:
+                self.run = self.run or _compiled()
+                # In this process: a pool of compilers would stay and use the measured cores.
+                with torch._inductor.config.patch(compile_threads=1):
+                    self(inputs, block_mask)
+            except Exception as fault:  # whatever fails, the other rows are measured
+                first_line = next(iter(str(fault).strip().splitlines()), "no reason given")
+                self.fault = f"does not compile here: {type(fault).__name__}: {first_line}"
+        return self.fault
+
+    @torch.no_grad()
+    def __call__(self, inputs: Inputs, block_mask: BlockMask) -> Tensor:
+        assert self.run is not None
+        return self.run(*inputs, block_mask=block_mask)
+
+
+def _compiled() -> Callable[..., Any]:
+    import torch._inductor.config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Earlier shapes count towards a limit after which torch falls back to eager mode.
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@dataclass
+class Contender:
+    """An entry of the lineup, prepared for one case.
+
+    rows: query rows whose output is kept for the error. plan: the blocks that are read.
+    why_not: why it cannot run here, or None. seconds, runs: one per round.
+    """
+
+    entry: Entry
+    inputs: Inputs
+    is_causal: bool
+    rows: Tensor
+    flex: CompiledFlex
+    plan: BlockPlan | None = None
+    why_not: str | None = None
+    out: Tensor | None = None
+    seconds: list[float] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Do everything that is not timed."""
+        self._prepare()
+        if self.why_not is None and self.inputs[0].device.type not in HOST:
+            self.attend()  # compiles its kernels
+
+    def _prepare(self) -> None:
+        entry = self.entry
+        options: dict[str, Any] = {"is_causal": self.is_causal}
+        self.attend: Callable[[], Tensor] = partial(
+            F.scaled_dot_product_attention, *self.inputs, **options
+        )
+        if entry.kind in FLASH_KINDS:
+            self.attend, self.why_not = flash_attention(entry.kind, self.inputs, **options)
+        if entry.kind == SDPA or entry.kind in FLASH_KINDS:
+            return
+        options |= {"recipe": entry.recipe, "backend": entry.backend}
+        try:
+            explain(*self.inputs, **options)
+        except Unsupported as refused:
+            why = refused.reasons[str(entry.backend)]
+            no_blocks = f"no blocks to give it; {entry.backend} says: {why}"
+            self.why_not = why if entry.kind == SPARSE else no_blocks
+            return
+        self.plan = make_plan(*self.inputs[:2], **options, value=self.inputs[2])
+        if entry.kind == SPARSE:
+            self.attend = partial(attention, *self.inputs, **options)
+        else:
+            block_mask = self.plan.to_flex()
+            self.why_not = self.flex.compile(self.inputs, block_mask)
+            self.attend = partial(self.flex, self.inputs, block_mask)
+
+    def take_turn(self) -> float:
+        """Run once; return the seconds. Recording the stages is part of the time; where it would
+        make the host wait for the device after each stage, they are recorded in a second run."""
+        device = self.inputs[0].device.type
+        if device in HOST:
+            with record() as runs:
+                start = time.perf_counter()
+                out = self.attend()
+                seconds = time.perf_counter() - start
+        else:
+            seconds, out = timer(device)(self.attend)
+            with record() as runs:
+                if self.entry.kind == SPARSE:
+                    self.attend()
+        self.runs += runs
+        if self.out is None:
+            # Sampled rows only: keeping the whole output would leave the next turn cold memory.
+            self.out = out[:, :, self.rows].clone()
+        return seconds

@@ -1,0 +1,1 @@
+"""The tools' commands of the console program `sparge`."""

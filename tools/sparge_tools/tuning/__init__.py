@@ -1,0 +1,41 @@
+"""Tuning: capture q, k and v of a model, and search each head's settings under error bounds.
+
+trace = sparge_tools.tuning.trace_model(model, inputs, "trace")
+profile = sparge_tools.tuning.tune(trace, l1=0.08, l2=0.09)
+profile.save("model.json")
+
+Or to a budget of the model's own output, verified on held-out texts:
+
+profile = sparge_tools.tuning.tune_output(model, inputs, held_out, max_kl=0.005)
+
+Or to a bound on what a diffusers pipeline renders, verified on held-out seeds:
+
+profile = sparge_tools.tuning.tune_renders(pipe, prompts, min_psnr=30)
+"""
+
+from .capture import Capture, captures_of
+from .denoiser_budget import tune_denoiser
+from .model_tracer import trace_model
+from .output_budget import TargetNotMet, tune_output
+from .pipeline_tracer import trace_pipeline
+from .presets import PRESETS, bounds_of
+from .render_budget import schedule_of, tune_renders
+from .trace_directory import Trace
+from .tuner import tune, tune_head_settings
+
+__all__ = [
+    "PRESETS",
+    "Capture",
+    "TargetNotMet",
+    "Trace",
+    "bounds_of",
+    "captures_of",
+    "schedule_of",
+    "trace_model",
+    "trace_pipeline",
+    "tune",
+    "tune_denoiser",
+    "tune_head_settings",
+    "tune_output",
+    "tune_renders",
+]

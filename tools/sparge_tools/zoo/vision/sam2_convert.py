@@ -1,0 +1,188 @@
+"""The weights of SAM 2's exported files under the names of `Sam2`.
+
+The encoder comes as an ONNX Runtime file, the decoder as ONNX. Both exports keep the names of most
+weights. Weights of matrix products were transposed and renamed: in the encoder by the place of the
+product; in the decoder to numbers, so they are found by the output of the node that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from sparge.support.optional_libraries import need_libraries
+
+from .sam2_config import STAGES, Sam2Config
+from .sam2_decoder import MASK_TOKENS, MaskDecoder
+from .sam2_encoder import ImageEncoder
+from .sam2_ort import read_ort_weights
+
+Change = Callable[[Tensor], Tensor]
+Rule = tuple[str, str, Change]
+"""A name in `Sam2`, the name in the export, and what makes the one of the other."""
+
+TRUNK = "model.image_encoder.trunk"
+
+
+def convert_sam2(
+    encoder_ort: bytes, decoder_onnx: bytes, *, config: Sam2Config | None = None
+) -> dict[str, Tensor]:
+    """The state dict of `Sam2(config)`; by default, of SAM 2 Hiera-Tiny.
+
+    What a prompt of points does not use is left out: masks as prompts, and corners of boxes. Raises
+    ValueError if a file is not what it should be: another format, a missing weight, another shape;
+    Unsupported without the packages flatbuffers and onnx.
+    """
+    config = config or Sam2Config()
+    with torch.device("meta"):
+        parts = {"encoder": ImageEncoder(config), "decoder": MaskDecoder(config)}
+        expected = nn.ModuleDict(parts).state_dict()
+    encoder = _read("encoder_ort", encoder_ort, read_ort_weights)
+    decoder = _read("decoder_onnx", decoder_onnx, read_onnx_weights)
+    state = {f"encoder.{name}": tensor for name, tensor in _take(_encoder_rules(config), encoder)}
+    state |= {f"decoder.{name}": tensor for name, tensor in _take(_decoder_rules(config), decoder)}
+    assert state.keys() == expected.keys(), sorted(state.keys() ^ expected.keys())
+    for name, tensor in state.items():
+        if tensor.shape != expected[name].shape:
+            shapes = f"{list(expected[name].shape)}, got {list(tensor.shape)}"
+            raise ValueError(f"{name} must be of shape {shapes}; is it another size of SAM 2?")
+    return state
+
+
+def _read(
+    argument: str, data: bytes, read: Callable[[bytes], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    try:
+        return read(data)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from error
+
+
+def read_onnx_weights(data: bytes) -> dict[str, Tensor]:
+    """The float32 initializers of an ONNX file.
+
+    By name, and also by the outputs of the nodes that read no other one. Raises ValueError if
+    the data is not an ONNX model with a graph, Unsupported without the package onnx.
+    """
+    need_libraries("ONNX files cannot be read", "onnx", extra="vision")
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        graph = onnx.load_model_from_string(data).graph
+    except DecodeError as error:
+        raise ValueError(f"data must be an ONNX model, got {len(data)} other bytes") from error
+    weights = {
+        tensor.name: torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
+        for tensor in graph.initializer
+        if tensor.data_type == onnx.TensorProto.FLOAT
+    }
+    if not weights:
+        raise ValueError(f"data must be an ONNX model with weights, got none in {len(data)} bytes")
+    readers = {}
+    for node in graph.node:
+        read = [weights[name] for name in node.input if name in weights]
+        if len(read) == 1:
+            readers[node.output[0]] = read[0]
+    return {**readers, **weights}
+
+
+def _take(rules: Iterator[Rule], weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, source, change in rules:
+        if source not in weights:
+            way_out = "is it the export of another model?"
+            raise ValueError(f"{source} must be among the weights of the file; {way_out}")
+        yield name, change(weights[source]).contiguous()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.t() if tensor.dim() == 2 else tensor
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)
+
+
+def _channels(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1, -1, 1, 1)
+
+
+def _both(name: str, source: str) -> Iterator[Rule]:
+    yield f"{name}.weight", f"{source}.weight", _same
+    yield f"{name}.bias", f"{source}.bias", _same
+
+
+def _encoder_rules(config: Sam2Config) -> Iterator[Rule]:
+    yield from _both("patches", f"{TRUNK}.patch_embed.proj")
+    yield "positions", "/image_encoder/trunk/Transpose_output_0", _same
+    for i, block in enumerate(config.blocks()):
+        layers = {
+            "attention.qkv": "attn.qkv",
+            "attention.out": "attn.proj",
+            "mlp.0": "mlp.layers.0",
+            "mlp.2": "mlp.layers.1",
+        }
+        if block.width_in != block.width:
+            layers["widen"] = "proj"
+        for name, source in layers.items():
+            # "/image_encoder/trunk/blocks.0/mlp/layers.0/…": a number stays with its list.
+            path = source.replace(".", "/").replace("layers/", "layers.")
+            product = f"/image_encoder/trunk/blocks.{i}/{path}/Transpose_output_0"
+            yield f"blocks.{i}.{name}.weight", product, _transposed
+            yield f"blocks.{i}.{name}.bias", f"{TRUNK}.blocks.{i}.{source}.bias", _same
+        for name in ("norm1", "norm2"):
+            yield from _both(f"blocks.{i}.{name}", f"{TRUNK}.blocks.{i}.{name}")
+    for stage in range(STAGES):  # the export counts from the coarsest
+        yield from _both(
+            f"neck.{stage}", f"model.image_encoder.neck.convs.{STAGES - 1 - stage}.conv"
+        )
+    yield "no_memory", "no_mem_embed", _channels
+    yield from _both("to_fine", "model.sam_mask_decoder.conv_s0")
+    yield from _both("to_middle", "model.sam_mask_decoder.conv_s1")
+
+
+def _decoder_rules(config: Sam2Config) -> Iterator[Rule]:
+    yield "points.frequencies", "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix", _same
+    yield "points.background", "prompt_encoder.point_embeddings.0.weight", _flat
+    yield "points.object", "prompt_encoder.point_embeddings.1.weight", _flat
+    yield "points.no_point", "prompt_encoder.not_a_point_embed.weight", _flat
+    yield "no_mask", "/Mul_15_output_0", _channels
+    yield "tokens", "/Expand_9_output_0", _same
+    for i in range(config.decoder_layers):
+        layer = f"transformer.layers.{i}"
+        yield from _attention(f"layers.{i}.self_attention", f"{layer}.self_attn")
+        for name in ("token_to_image", "image_to_token"):
+            yield from _attention(f"layers.{i}.{name}", f"{layer}.cross_attn_{name}")
+        for n in range(1, 5):
+            yield from _both(f"layers.{i}.norm{n}", f"mask_decoder.{layer}.norm{n}")
+        for n in range(2):
+            yield from _product(f"layers.{i}.mlp.{2 * n}", f"{layer}.mlp.layers.{n}")
+    yield from _attention("final_attention", "transformer.final_attn_token_to_image")
+    yield from _both("final_norm", "mask_decoder.transformer.norm_final_attn")
+    yield from _both("to_middle", "mask_decoder.output_upscaling.0")
+    yield "middle_norm.weight", "/output_upscaling.1/Mul_output_0", _flat
+    yield "middle_norm.bias", "/output_upscaling.1/Add_1_output_0", _flat
+    yield from _both("to_fine", "mask_decoder.output_upscaling.3")
+    heads = {f"filters.{i}": f"output_hypernetworks_mlps.{i}" for i in range(MASK_TOKENS)}
+    for name, source in {**heads, "iou": "iou_prediction_head"}.items():
+        for n in range(3):
+            yield from _both(f"{name}.{2 * n}", f"mask_decoder.{source}.layers.{n}")
+
+
+def _attention(name: str, source: str) -> Iterator[Rule]:
+    parts = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+    for part, exported in parts.items():
+        yield from _product(f"{name}.{part}", f"{source}.{exported}")
+
+
+def _product(name: str, source: str) -> Iterator[Rule]:
+    """A linear layer whose weight is known by the output of its product."""
+    path = source.replace(".", "/").replace("layers/", "layers.")
+    yield f"{name}.weight", f"/{path}/MatMul_output_0", _transposed
+    yield f"{name}.bias", f"mask_decoder.{source}.bias", _same
