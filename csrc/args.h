@@ -241,7 +241,6 @@ struct BackwardArgs {
 // What one instruction set provides. A `task` counts blocks over all heads; `*_scratch` is the
 // bytes of scratch of one thread.
 struct Kernels {
-  const char* name;
   void (*enter)();  // before and after the tasks of a thread
   void (*leave)();
   void (*sum_rows)(const Rows& x, int64_t b, int64_t h, int64_t start, int64_t stop, int64_t D,

@@ -4,5 +4,5 @@
 #include "kernels.h"
 
 namespace sparge {
-extern const Kernels kernels_amx = table("amx");
+extern const Kernels kernels_amx = kTable;
 }

@@ -2,5 +2,5 @@
 #include "kernels.h"
 
 namespace sparge {
-extern const Kernels kernels_avx2 = table("avx2");
+extern const Kernels kernels_avx2 = kTable;
 }

@@ -2,5 +2,5 @@
 #include "kernels.h"
 
 namespace sparge {
-extern const Kernels kernels_avx512 = table("avx512");
+extern const Kernels kernels_avx512 = kTable;
 }

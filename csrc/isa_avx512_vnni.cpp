@@ -3,5 +3,5 @@
 #include "kernels.h"
 
 namespace sparge {
-extern const Kernels kernels_avx512_vnni = table("avx512");
+extern const Kernels kernels_avx512_vnni = kTable;
 }

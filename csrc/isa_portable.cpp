@@ -2,5 +2,5 @@
 #include "kernels.h"
 
 namespace sparge {
-extern const Kernels kernels_portable = table("portable");
+extern const Kernels kernels_portable = kTable;
 }

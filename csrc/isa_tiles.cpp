@@ -6,5 +6,5 @@
 #include "kernels.h"
 
 namespace sparge {
-extern const Kernels kernels_tiles = table("tiles");
+extern const Kernels kernels_tiles = kTable;
 }

@@ -87,33 +87,30 @@ void leave() {
 #endif
 }
 
-constexpr Kernels table(const char* name) {
-  return {name,
-          enter,
-          leave,
-          sum_rows,
-          statistics,
-          channels,
-          kBlocksPerTask,
-          scratch_of<Predictions, PredictArgs>,
-          run<Predictions, PredictArgs>,
-          scratch_of<Selection, SelectArgs>,
-          run<Selection, SelectArgs>,
-          deviations,
-          scratch_of<DroppedMasses, SurveyArgs>,
-          run<DroppedMasses, SurveyArgs>,
-          scratch_of<StepErrors, BudgetArgs>,
-          run<StepErrors, BudgetArgs>,
-          needs_code_sums,
-          v_tile_bytes,
-          find_kv_facts,
-          transpose_value,
-          attend_scratch,
-          attend,
-          backward_scratch,
-          backward_query,
-          backward_key};
-}
+constexpr Kernels kTable = {enter,
+                            leave,
+                            sum_rows,
+                            statistics,
+                            channels,
+                            kBlocksPerTask,
+                            scratch_of<Predictions, PredictArgs>,
+                            run<Predictions, PredictArgs>,
+                            scratch_of<Selection, SelectArgs>,
+                            run<Selection, SelectArgs>,
+                            deviations,
+                            scratch_of<DroppedMasses, SurveyArgs>,
+                            run<DroppedMasses, SurveyArgs>,
+                            scratch_of<StepErrors, BudgetArgs>,
+                            run<StepErrors, BudgetArgs>,
+                            needs_code_sums,
+                            v_tile_bytes,
+                            find_kv_facts,
+                            transpose_value,
+                            attend_scratch,
+                            attend,
+                            backward_scratch,
+                            backward_query,
+                            backward_key};
 
 }  // namespace
 }  // namespace sparge

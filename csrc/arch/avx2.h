@@ -20,7 +20,6 @@ struct I32x16 {
 };
 using Lanes = uint32_t;  // one bit per lane
 
-constexpr const char* kName = "avx2";
 constexpr int kRowsAtOnce =
     4;  // rows of A held in registers: 8 accumulators hide the latency of an FMA
 constexpr bool kHasBytes = false, kHasPairs = false;

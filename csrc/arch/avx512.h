@@ -23,10 +23,8 @@ using Lanes = uint32_t;  // one bit per lane
 
 #ifdef __AVX512BF16__
 constexpr bool kHasPairs = true;
-constexpr const char* kName = "avx512";
 #else
 constexpr bool kHasPairs = false;
-constexpr const char* kName = "avx512-vnni";
 #endif
 constexpr int kRowsAtOnce = 16;  // rows of A held in registers
 constexpr bool kHasBytes = true;

@@ -20,7 +20,6 @@ struct I32x16 {
 };
 using Lanes = uint32_t;  // one bit per lane
 
-constexpr const char* kName = "portable";
 constexpr int kRowsAtOnce = 4;  // rows of A held in registers
 constexpr bool kHasBytes = false, kHasPairs = false;
 
