@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs lint format sanitize fuzz bench engines gpu-check resolve tritons wheel clean setup
+.PHONY: demo test docs lint format sanitize fuzz bench engines gpu-check resolve tritons wheel house clean setup
 
 setup: $(VENV)/.done
 
@@ -100,6 +100,10 @@ tritons: setup
 # One wheel for every Python and torch, built in an environment of its own and tried in an empty one.
 wheel: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check_wheel.sh
+
+# Lines, files, files of a call, import time, wheel sizes.
+house: setup
+	$(BIN)/python scripts/house.py
 
 clean:
 	rm -rf $(VENV) .venv-engines .venv-gpu build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
