@@ -73,7 +73,8 @@ class StagesOn:
                 return pairs[id(x)][0] if id(x) in pairs else as_strided_on(x, call.device)
 
             there = replace(call, device=torch.device(self.device).type)
-            return moved(run(there, *moved(args, go), **named), come_back)
+            by_name = {name: moved(x, go) for name, x in named.items()}
+            return moved(run(there, *moved(args, go), **by_name), come_back)
 
         return run_there
 

@@ -14,17 +14,12 @@ from torch import Tensor
 
 from ..values.blockplan import BlockPlan
 from ..values.call import Call, Inputs
-from ..values.stages import Attended, Prepared, Stages, raised_key_heads
+from ..values.stages import Attended, Prepared, Stages, prepare, raised_key_heads
 from ..values.tokenmask import TokenMask
 
 
 def attend_heads(
-    stages: Stages,
-    call: Call,
-    inputs: Inputs,
-    prepared: Prepared,
-    plan: BlockPlan,
-    tokens: TokenMask,
+    stages: Stages, call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask
 ) -> Attended:
     """`Stages.attend`, with raised heads in `call.own_precision`."""
     raised = raised_key_heads(plan, call.Hk) if call.recipe.quantized else [False]
@@ -39,7 +34,7 @@ def attend_heads(
             recipe = replace(recipe, precision=call.own_precision)
         part = replace(call, Hq=own.q_stop - own.q_start, Hk=len(heads), recipe=recipe)
         if is_raised:
-            its = stages.prepare(part, own.inputs(inputs), to_plan=False, to_attend=True)
+            its = prepare(stages, part, own.inputs(prepared), to_plan=False, to_attend=True)
         else:
             its = prepared.heads(slice(own.start, own.stop), slice(own.q_start, own.q_stop))
         parts.append(stages.attend(part, its, own.plan(plan), own.tokens(tokens)))
@@ -57,12 +52,14 @@ class HeadRange:
         self.start, self.stop = start, stop
         self.q_start, self.q_stop = start * group, stop * group
 
-    def inputs(self, inputs: Inputs) -> Inputs:
-        assert inputs.value is not None
-        keys = slice(self.start, self.stop)
-        return Inputs(
-            inputs.query[:, self.q_start : self.q_stop], inputs.key[:, keys], inputs.value[:, keys]
-        )
+    def inputs(self, prepared: Prepared) -> Inputs:
+        """The caller's own tensors."""
+        query, key, value = prepared.queries.own, prepared.keys.own_key, prepared.keys.own_value
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        queries, keys = slice(self.q_start, self.q_stop), slice(self.start, self.stop)
+        return Inputs(query[:, queries], key[:, keys], value[:, keys])
 
     def plan(self, plan: BlockPlan) -> BlockPlan:
         def cut(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs
 from ..values.geometry import allowed_blocks
 from ..values.run import Run, note
-from ..values.stages import Attended, Prepared
+from ..values.stages import Attended, Prepared, prepare
 from ..values.tokenmask import EXCLUDED, TokenMask
 from .attend_heads import attend_heads
 from .counted import count_blocks, numbers_of
@@ -54,7 +54,7 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
         if watch.choice.backend == DENSE:
             return run_dense(call, inputs, tokens, watch)
         with watch.stage("attend"):
-            done = _attend(backend, call, inputs, prepared, plan, tokens)
+            done = _attend(backend, call, prepared, plan, tokens)
     return Outcome(done.out, done.lse, plan, run_of("attention", watch, plan, done.pv_skips))
 
 
@@ -79,24 +79,19 @@ def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> 
             # Blocks that the mask hides wholly are neither attended nor counted.
             plan = plan_from_mask(plan.to_mask(), tokens, measured=plan.measured)
         with watch.stage("prepare"):
-            prepared = stages.prepare(call, inputs, to_plan=False, to_attend=True)
+            prepared = prepare(stages, call, inputs, to_plan=False, to_attend=True)
         with watch.stage("attend"):
-            done = _attend(chosen, call, inputs, prepared, plan, tokens)
+            done = _attend(chosen, call, prepared, plan, tokens)
     note(run_of("attend", watch, plan, done.pv_skips))
     return done
 
 
 def _attend(
-    backend: Backend,
-    call: Call,
-    inputs: Inputs,
-    prepared: Prepared,
-    plan: BlockPlan,
-    tokens: TokenMask,
+    backend: Backend, call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask
 ) -> Attended:
     if backend.raises_heads:
         return backend.stages().attend(call, prepared, plan, tokens)
-    return attend_heads(backend.stages(), call, inputs, prepared, plan, tokens)
+    return attend_heads(backend.stages(), call, prepared, plan, tokens)
 
 
 def _plan(
@@ -111,7 +106,7 @@ def _plan(
     """The first three stages; a block mask of the caller's is the plan itself."""
     stages, mask = backend.stages(), inputs.block_mask
     with watch.stage("prepare"):
-        prepared = stages.prepare(call, inputs, to_plan=mask is None, to_attend=to_attend)
+        prepared = prepare(stages, call, inputs, to_plan=mask is None, to_attend=to_attend)
     if mask is not None:
         with watch.stage("select"):
             return prepared, plan_from_mask(

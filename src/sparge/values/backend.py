@@ -10,7 +10,7 @@ from .blockplan import BlockPlan
 from .call import Call
 from .geometry import ROW_GROUP
 from .host import Host
-from .stages import KeySums, PackedStages, Stages
+from .stages import PackedStages, Stages
 
 AUTO, DENSE, CPU = "auto", "dense", "cpu"
 ENV_BACKEND = "SPARGE_BACKEND"
@@ -99,7 +99,8 @@ class Backend:
     precision; if not, they are run as calls of their own.
     packed: stages that attend packed sequences at once; without them, one after another.
     plain_operands: what it prepares are plain tensors of rows, which may come from elsewhere.
-    key_sums: makes the mean key of sums over blocks, which may come from elsewhere.
+    sums_keys: its stages make the mean key of sums over blocks (`KeySums`), which may come from
+    elsewhere.
     """
 
     name: str
@@ -112,4 +113,4 @@ class Backend:
     raises_heads: bool = False
     packed: Callable[[], PackedStages] | None = None
     plain_operands: bool = False
-    key_sums: Callable[[], KeySums] | None = None
+    sums_keys: bool = False

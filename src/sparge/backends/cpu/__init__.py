@@ -7,7 +7,7 @@ import torch
 from ...values.backend import CPU, Backend
 from ...values.call import Call
 from ...values.host import Host
-from ...values.stages import KeySums, PackedStages, Stages
+from ...values.stages import PackedStages, Stages
 from . import library
 from .cost import COST
 
@@ -22,15 +22,9 @@ def _stages() -> Stages:
 
 
 def _packed() -> PackedStages:
-    from . import packed
+    from . import varlen
 
-    return packed
-
-
-def _key_sums() -> KeySums:
-    from . import key_sums
-
-    return key_sums
+    return varlen
 
 
 def _refusal(host: Host, call: Call) -> str | None:
@@ -51,6 +45,6 @@ CPU_BACKEND = Backend(
     COST,
     isa=lambda host, call: library.chosen_isa(ISAS),
     plain_operands=True,
-    key_sums=_key_sums,
+    sums_keys=True,
     packed=_packed,
 )

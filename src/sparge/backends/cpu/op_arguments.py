@@ -9,33 +9,33 @@ from torch import Tensor
 
 from ...values.call import Call
 from ...values.geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...values.qtensor import Operands, Pooled, QTensor
+from ...values.qtensor import Pooled, QTensor
 from ...values.recipe import heads_of
+from ...values.stages import Prepared
 from ...values.tokenmask import TokenMask
 from . import library
 
+ROWS_PER_SCALE = 1
+"""Rows of Q and K that share a scale; the ops take any number."""
 
-def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
-    """`(numbers or codes, scale, rows per scale)`."""
-    if isinstance(x, QTensor):
-        return x.codes, x.scale.contiguous(), x.rows_per_scale
-    return x, None, 1
+
+def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None]:
+    """Numbers, or codes and their scales."""
+    return (x.codes, x.scale.contiguous()) if isinstance(x, QTensor) else (x, None)
 
 
 def pooled_parts(pooled: Pooled | None) -> tuple[Any, ...]:
     """`pooled_key, pooled_value, pooled_k_scale, pooled_v_scale, pool_group`."""
     if pooled is None:
         return None, None, None, None, 1
-    k, k_scale, _ = parts_of(pooled.key)
-    v, v_scale, _ = parts_of(pooled.value)
+    (k, k_scale), (v, v_scale) = parts_of(pooled.key), parts_of(pooled.value)
     return k, v, k_scale, v_scale, pooled.group
 
 
-def scored_parts(operands: Operands) -> tuple[Any, ...]:
+def scored_parts(prepared: Prepared) -> tuple[Any, ...]:
     """`query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale`."""
-    q, *q_scale = parts_of(operands.query)
-    k, *k_scale = parts_of(operands.key)
-    return q, k, *q_scale, *k_scale
+    (q, q_scale), (k, k_scale) = parts_of(prepared.queries.rows), parts_of(prepared.keys.key)
+    return q, k, q_scale, ROWS_PER_SCALE, k_scale, ROWS_PER_SCALE
 
 
 def min_similarity(call: Call) -> Tensor | None:
