@@ -24,7 +24,7 @@ class Heads:
 
     @staticmethod
     def attend(call, prepared, plan, tokens):
-        group, mask = call.Hq // call.Hk, tokens.attn_mask
+        group = call.Hq // call.Hk
 
         @torch.no_grad()  # of each thread its own
         def attend_key_head(h_k):
@@ -32,13 +32,11 @@ class Heads:
             lists = {
                 name: getattr(plan, name)[:, queries] for name in ("counts", "indices", "allowed")
             }
-            own = tokens
-            if mask is not None and mask.shape[1] > 1:
-                own = replace(tokens, attn_mask=mask[:, queries])
             recipe = call.recipe.heads(queries.start, queries.stop)
             small = replace(call, Hq=group, Hk=1, recipe=recipe)
             part = replace(plan, **lists, measured=None)
-            return reference.attend(small, prepared.heads(keys, queries), part, own)
+            own = prepared.heads(keys, queries)
+            return reference.attend(small, own, part, tokens.heads(queries))
 
         with ThreadPoolExecutor() as pool:
             done = list(pool.map(attend_key_head, range(call.Hk)))

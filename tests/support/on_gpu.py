@@ -29,7 +29,7 @@ def moved(x: Any, move: Move) -> Any:
     if isinstance(x, Tensor):
         return move(x)
     if is_dataclass(x) and not isinstance(x, type):
-        held = {field.name: getattr(x, field.name) for field in fields(x)}
+        held = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
         new = {name: moved(value, move) for name, value in held.items()}
         return x if all(new[name] is held[name] for name in held) else replace(x, **new)
     if isinstance(x, tuple | list):

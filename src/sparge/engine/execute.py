@@ -15,7 +15,7 @@ from ..backends.dense import attend_dense
 from ..routing import Backend, Choice, choose, get_backend, host, route_by_plan, settle
 from ..support.autocast import without_autocast
 from ..support.later import Later
-from ..values.backend import DENSE, torch_capability
+from ..values.backend import DENSE, torch_capability, with_kinds
 from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs
 from ..values.geometry import allowed_blocks
@@ -48,6 +48,7 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
         return run_dense(call, inputs, tokens, watch)
     backend = get_backend(choice.backend)
     with undisturbed(call.device):
+        tokens = with_kinds(backend, tokens)
         prepared, plan = _plan(call, inputs, tokens, backend, watch, to_attend=True)
         if not call.needs_grad:  # the backward needs the plan
             watch.choice = route_by_plan(plan, call, choice)
@@ -63,7 +64,8 @@ def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:
     watch = Stopwatch(call, choice, inputs.query.device)
     with undisturbed(call.device):
         chosen = get_backend(choice.backend)
-        _, plan = _plan(call, inputs, tokens_of(call, inputs), chosen, watch, to_attend=False)
+        tokens = with_kinds(chosen, tokens_of(call, inputs))
+        _, plan = _plan(call, inputs, tokens, chosen, watch, to_attend=False)
     note(run_of("make_plan", watch, plan))
     return plan
 
@@ -73,8 +75,8 @@ def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> 
     chosen = get_backend(choice.backend)
     stages = chosen.stages()
     watch = Stopwatch(call, choice, inputs.query.device)
-    tokens = tokens_of(call, inputs)
     with undisturbed(call.device):
+        tokens = with_kinds(chosen, tokens_of(call, inputs))
         if call.has_mask and not plan.has_mask:
             # Blocks that the mask hides wholly are neither attended nor counted.
             plan = plan_from_mask(plan.to_mask(), tokens, measured=plan.measured)

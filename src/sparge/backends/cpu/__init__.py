@@ -10,6 +10,7 @@ from ...values.host import Host
 from ...values.stages import PackedStages, Stages
 from . import library
 from .cost import COST
+from .op_arguments import block_kinds
 
 # Read once: a graph being traced then sees constants.
 MISSING, ISAS = library.why_missing(), library.available()
@@ -45,6 +46,7 @@ CPU_BACKEND = Backend(
     COST,
     isa=lambda host, call: library.chosen_isa(ISAS),
     plain_operands=True,
+    block_kinds=block_kinds,
     sums_keys=True,
     packed=_packed,
 )

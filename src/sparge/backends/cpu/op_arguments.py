@@ -48,20 +48,19 @@ def min_similarity(call: Call) -> Tensor | None:
 
 def token_parts(tokens: TokenMask) -> tuple[Tensor | None, Tensor | None, bool, int]:
     """`mask, kinds, is_causal, offset`."""
-    return tokens.attn_mask, kinds_of(tokens), tokens.is_causal, tokens.offset
+    kinds = tokens.kinds
+    if kinds is None and tokens.attn_mask is not None:
+        kinds = block_kinds(tokens)
+    return tokens.attn_mask, kinds, tokens.is_causal, tokens.offset
 
 
-def kinds_of(tokens: TokenMask) -> Tensor | None:
-    """Kinds of blocks under the caller's mask, computed once for all stages of a call; None without
-    a mask, where the kernels derive them from the diagonal."""
+def block_kinds(tokens: TokenMask) -> Tensor:
+    """Kinds of blocks under the caller's mask. Without one, the kernels derive them from the
+    diagonal."""
     mask = tokens.attn_mask
-    if mask is None:
-        return None
-    known: Tensor | None = tokens.__dict__.get("_kinds")
-    if known is None:
-        n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
-        known = mask.new_empty((*mask.shape[:2], n_q, n_k), dtype=torch.int8)
-        facts = (tokens.Lq, tokens.Lk, tokens.is_causal, tokens.offset)
-        library.ops().block_kinds(mask, *facts, known, library.isa_number())
-        object.__setattr__(tokens, "_kinds", known)
-    return known
+    assert mask is not None
+    n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
+    kinds = mask.new_empty((*mask.shape[:2], n_q, n_k), dtype=torch.int8)
+    facts = (tokens.Lq, tokens.Lk, tokens.is_causal, tokens.offset)
+    library.ops().block_kinds(mask, *facts, kinds, library.isa_number())
+    return kinds

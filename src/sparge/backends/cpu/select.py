@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -231,7 +230,7 @@ def _pooled_parts(
 def _forced(call: Call, tokens: TokenMask) -> Tensor:
     """The forced blocks; they follow from lengths and recipe."""
     find = _cached_forced if call.n_q * call.n_k <= SMALL else forced_blocks
-    return find(replace(tokens, attn_mask=None), call.recipe, torch.device("cpu"))
+    return find(tokens.diagonal, call.recipe, torch.device("cpu"))
 
 
 def amount_of(call: Call) -> tuple[int, Tensor]:

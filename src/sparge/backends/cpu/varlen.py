@@ -268,7 +268,7 @@ def _code_channels(value: Tensor, rows: Tensor) -> RowResults:
     H, D = value.shape[1], value.shape[-1]
     L, n = int(rows[:, 1].sum()), int((-(rows[:, 1] // -BLOCK_K)).sum())
     codes, scale = torch.empty((L, H, D), dtype=torch.int8), torch.empty((n, H, D))
-    library.ops().packed_code_channels(value, rows, codes, scale, library.isa_number())
+    library.ops().packed_channels(value, rows, codes, scale, library.isa_number())
     return RowResults(codes, scale)
 
 
