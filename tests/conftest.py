@@ -132,9 +132,9 @@ def no_work(monkeypatch):
         raise AssertionError("work was begun before the mistake was found")
 
     for backend in STAGED:
-        for stage in ("prepare", "predict", "select", "attend"):
+        for stage in ("prepare_keys", "prepare_queries", "predict", "select", "attend"):
             monkeypatch.setattr(f"sparge.backends.{backend}.stages.{stage}", refuse)
-    for place in ("api.attention.attend_dense", "api.attention.quantize"):
+    for place in ("api.attention.attend_dense", "api.attention._sampled_error"):
         monkeypatch.setattr(f"sparge.{place}", refuse)
     monkeypatch.setattr("sparge.engine.execute.attend_dense", refuse)
     for place in ("engine.execute", "values.blockplan"):

@@ -26,6 +26,7 @@ from sparge.routing import get_backend
 from sparge.values.call import Inputs
 from sparge.values.qtensor import QTensor
 from sparge.values.recipe import POOL_GROUPS
+from sparge.values.stages import prepare
 
 PRECISIONS = ["int8", "int8-fast", "half", "exact"]
 
@@ -167,10 +168,9 @@ def test_kernel_error(backend, precision, group, is_causal):
     blocks = random_mask(1, 4, 300, 500, share=0.4)
     out, _ = attend(q, k, v, blocks, recipe, backend, is_causal=is_causal)
     stages, call = get_backend(backend).stages(), call_of(q, k, v, recipe=recipe)
-    made = stages.prepare(call, Inputs(q, k, v), to_plan=False, to_attend=True)
-    read = made.operands
-    operands = [numbers(x) for x in (read.query, read.key, read.value)]
-    means = [numbers(x) for x in (made.pooled.key, made.pooled.value)]
+    made = prepare(stages, call, Inputs(q, k, v), to_plan=False, to_attend=True)
+    operands = [numbers(x) for x in (made.queries.rows, made.keys.key, made.keys.value)]
+    means = [numbers(x) for x in (made.keys.entries.key, made.keys.entries.value)]
     if precision == "half":
         operands, means = ([x.bfloat16().double() for x in some] for some in (operands, means))
     if precision == "int8":
@@ -227,15 +227,14 @@ def test_means_are_those_of_the_reference(backend, precision):
     q, k, v = make_qkv(B=2, Hq=2, Lq=10, Lk=330, D=24, Dv=40)
     recipe = pool(precision, 16)
     stages, call = get_backend(backend).stages(), call_of(q, k, v, recipe=recipe)
-    made = stages.prepare(call, Inputs(q, k, v), to_plan=False, to_attend=True)
-    assert made.pooled.group == 16
+    made = prepare(stages, call, Inputs(q, k, v), to_plan=False, to_attend=True).keys.entries
+    assert made.group == 16
     smooth = k - k.mean(2, keepdim=True) if recipe.quantized else k
     means = block_means(smooth, 16)
     means = rotate(means.float()).double() if recipe.quantized else means  # as codes are
-    for x, want in ((made.pooled.key, means), (made.pooled.value, block_means(v, 16))):
+    for x, want in ((made.key, means), (made.value, block_means(v, 16))):
         assert x.shape == want.shape
         assert ((numbers(x) - want).abs() <= half_step(x, want) + 2e-6).all()
-    assert made.query_blocks(0, 1).pooled is made.pooled
 
 
 # --- beside the rest --------------------------------------------------------------------------

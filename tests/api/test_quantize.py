@@ -18,7 +18,7 @@ from sparge.backends.reference import stages
 from sparge.backends.reference.rotation import rotate
 from sparge.values.blockplan import plan_from_mask
 from sparge.values.qtensor import working
-from sparge.values.stages import Prepared
+from sparge.values.stages import Prepared, PreparedKeys, PreparedQueries
 from sparge.values.tokenmask import TokenMask
 
 
@@ -156,16 +156,16 @@ def test_every_granularity_attends(rows):
     """The reference can do each granularity; per token is the most accurate."""
     q, k, v = make_qkv(Hq=4, Hk=2, Lq=200, D=32)
     q *= torch.logspace(-1, 1, 200).reshape(1, 1, 200, 1)
-    operands = slow.quantize(
-        q, k, v, scale=0.2, precision="int8", q_rows_per_scale=rows, k_rows_per_scale=min(rows, 64)
-    )
-    assert operands.query.rows_per_scale == rows
-    assert operands.query.scale.shape == (1, 4, math.ceil(200 / rows))
+    query = slow.quantize_rows(q, rows)
+    key = slow.quantize_rows(slow.smooth_keys(k), min(rows, 64))
+    assert query.rows_per_scale == rows
+    assert query.scale.shape == (1, 4, math.ceil(200 / rows))
     tokens = TokenMask(200, 200)
     plan = plan_from_mask(torch.ones(1, 4, 2, 4, dtype=torch.bool), tokens)
     call = call_of(q, k, v, scale=0.2, recipe=Recipe(precision="int8"))
-    done = stages.attend(call, Prepared(operands), plan, tokens)
-    truth, _ = dense(operands.query.dequantize(), operands.key.dequantize(), v, scale=0.2)
+    prepared = Prepared(PreparedQueries(query), PreparedKeys(key, v))
+    done = stages.attend(call, prepared, plan, tokens)
+    truth, _ = dense(query.dequantize(), key.dequantize(), v, scale=0.2)
     assert relative_l1(done.out, truth) < 6e-3
 
 

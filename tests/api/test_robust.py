@@ -21,7 +21,7 @@ from sparge.backends.reference import prepare as slow
 from sparge.engine.stopwatch import Stopwatch
 from sparge.support.atomic_files import replace_file
 
-rows = import_module("sparge.backends.reference.checked_rows")
+scores = import_module("sparge.backends.reference.scores")
 dense = import_module("sparge.backends.dense")
 
 
@@ -31,7 +31,7 @@ def test_keys_in_slices_change_no_bit(monkeypatch, predictor):
     recipe = Recipe(KeepMass(0.7), predictor=predictor)
     whole = sparge.make_plan(q, k, is_causal=True, recipe=recipe)
     error = sparge.sampled_error(q, k, v, whole, recipe=recipe)
-    monkeypatch.setattr(rows, "KEYS_AT_ONCE", 100)
+    monkeypatch.setattr(scores, "KEYS_AT_ONCE", 100)
     assert sparge.make_plan(q, k, is_causal=True, recipe=recipe) == whole
     assert same_bits(sparge.sampled_error(q, k, v, whole, recipe=recipe), error)
 
@@ -132,18 +132,17 @@ def test_inference_mode():
 @pytest.fixture
 def coarse(add_backend):
     """A backend with one scale per 32 queries and 64 keys, as kernels on GPUs like it."""
-    rows = {"q_rows_per_scale": 32, "k_rows_per_scale": 64}
 
-    def prepare(call, inputs, *, to_plan, to_attend):
-        done = slow.prepare(call, inputs, to_plan=to_plan, to_attend=to_attend)
-        if not to_attend:
-            return done
-        facts = {"scale": call.scale, "precision": call.recipe.precision}
-        return replace(
-            done, operands=slow.quantize(inputs.query, inputs.key, inputs.value, **facts, **rows)
-        )
+    def prepare_keys(call, key, value, *, to_attend, **rest):
+        done = slow.prepare_keys(call, key, value, to_attend=to_attend, **rest)
+        coarse = slow.quantize_rows(slow.smooth_keys(key), 64)
+        return replace(done, key=coarse) if to_attend else done
 
-    add_backend("coarse", prepare=prepare)
+    def prepare_queries(call, query, *, to_attend, **rest):
+        done = slow.prepare_queries(call, query, to_attend=to_attend, **rest)
+        return replace(done, rows=slow.quantize_rows(query.float(), 32)) if to_attend else done
+
+    add_backend("coarse", prepare_keys=prepare_keys, prepare_queries=prepare_queries)
     return "coarse"
 
 

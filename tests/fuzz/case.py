@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from sparge.routing import get_backend
 from sparge.values.call import Inputs
 from sparge.values.qtensor import QTensor, working
 from sparge.values.recipe import heads_of
-from sparge.values.stages import Prepared, Statistics
+from sparge.values.stages import Prepared, prepare
 from sparge.values.tokenmask import OPEN, as_4d
 
 from .draws import Drawn, tensors
@@ -59,9 +60,9 @@ class Case:
             self.q, self.k, value=self.v, recipe=self.recipe, backend="reference", **options
         )
         stages = get_backend("reference").stages()
-        made = stages.prepare(self.call, self.inputs, to_plan=True, to_attend=True)
+        made = prepare(stages, self.call, self.inputs, to_plan=True, to_attend=True)
         self.prepared = contiguous(made)
-        self.operands, self.statistics = self.prepared.operands, self.prepared.statistics
+        self.queries, self.keys = self.prepared.queries, self.prepared.keys
         self.out, self.lse, self.skips = self.attend("reference", self.plan)
         self.reach, self.drift = self._drift()
 
@@ -104,7 +105,7 @@ class Case:
     def _drift(self) -> tuple[Tensor, Tensor]:
         """`(largest sum of |q · k| terms, error of scores)` of each row, fp64 `[B, Hq, Lq]`."""
         parts = []
-        for x in (self.operands.query, self.operands.key):
+        for x in (self.queries.rows, self.keys.key):
             x = x.dequantize() if isinstance(x, QTensor) else working(x, self.recipe.precision)
             parts.append(x.nan_to_num(0.0, 0.0, 0.0).double().abs())
         reach = (parts[0] @ self.heads(parts[1]).mT).amax(-1) * abs(self.scale)
@@ -118,10 +119,15 @@ class Case:
 
 def contiguous(prepared: Prepared) -> Prepared:
     """The same numbers as a backend would have written them."""
-    found, shift = prepared.statistics, prepared.operands.lse_shift
-    dense = {name: None if x is None else x.contiguous() for name, x in vars(found).items()}
-    operands = replace(prepared.operands, lse_shift=None if shift is None else shift.contiguous())
-    return replace(prepared, operands=operands, statistics=Statistics(**dense))
+
+    def dense(half: Any, *names: str) -> Any:
+        held = {name: getattr(half, name) for name in names}
+        return replace(half, **{k: x if x is None else x.contiguous() for k, x in held.items()})
+
+    return Prepared(
+        dense(prepared.queries, "lse_shift", "pooled", "similarity"),
+        dense(prepared.keys, "pooled", "similarity"),
+    )
 
 
 def largest_of(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from sparge.rules.forced_blocks import forced_blocks
 from sparge.values.geometry import BLOCK_K, BLOCK_Q, in_blocks
 from sparge.values.qtensor import Pooled, QTensor, finite_rows
 from sparge.values.recipe import heads_of
+from sparge.values.stages import prepare
 from sparge.values.tokenmask import EXCLUDED
 
 from .case import EPS, PRECISE, Case, largest_of, need
@@ -23,16 +24,18 @@ from .case import EPS, PRECISE, Case, largest_of, need
 
 def judge_statistics(case: Case) -> None:
     recipe = case.recipe
-    made = cpu.prepare(case.call, case.inputs, to_plan=True, to_attend=True)
-    operands, found = made.operands, made.statistics
+    made = prepare(cpu, case.call, case.inputs, to_plan=True, to_attend=True)
+    queries, keys = made.queries, made.keys
     if recipe.quantized:
-        for name in ("query", "key", "value"):
-            ours, theirs = getattr(operands, name), getattr(case.operands, name)
+        for name, ours, theirs, x in (
+            ("query", queries.rows, case.queries.rows, case.q),
+            ("key", keys.key, case.keys.key, case.k),
+            ("value", keys.value, case.keys.value, case.v),
+        ):
             if isinstance(theirs, QTensor):
-                x = {"query": case.q, "key": case.k, "value": case.v}[name]
                 judge_codes(ours, theirs, x, name)
         largest = largest_of(case.k)
-        off = (operands.lse_shift - case.operands.lse_shift).abs().double()
+        off = (queries.lse_shift - case.queries.lse_shift).abs().double()
         room = case.q.double().abs().nan_to_num(0, 0, 0).sum(-1) * case.heads(largest)[..., 0]
         fine = finite_rows(case.q) & case.heads(finite_rows(case.k).all(-1, True))
         fine &= room * max(1.0, abs(case.scale)) < 1e37
@@ -41,12 +44,11 @@ def judge_statistics(case: Case) -> None:
         terms = ((BLOCK_K + case.drawn.D) * EPS * room + ours) * abs(case.scale) + 1e-30
         wrong = fine & ~(off <= terms)
         need(not wrong.any(), "lse_shift differs", wrong)
-    if found.q_pooled is not None:
-        theirs = case.statistics
-        judge_pooled(found.q_pooled, theirs.q_pooled, case.q, BLOCK_Q, "query")
-        judge_pooled(found.k_pooled, theirs.k_pooled, case.k, BLOCK_K, "key")
+    if queries.pooled is not None:
+        judge_pooled(queries.pooled, case.queries.pooled, case.q, BLOCK_Q, "query")
+        judge_pooled(keys.pooled, case.keys.pooled, case.k, BLOCK_K, "key")
     if recipe.pools:
-        judge_entries(case, made.pooled, case.prepared.pooled)
+        judge_entries(case, keys.entries, case.keys.entries)
 
 
 def judge_entries(case: Case, ours: Pooled, theirs: Pooled) -> None:
@@ -118,8 +120,8 @@ def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> Non
     p = reference.predict(case.call, case.prepared, case.tokens)
     distrusted = torch.zeros_like(may)
     if recipe.min_similarity is not None:
-        rows = untrusted_queries(case.call, case.statistics)[..., None]
-        distrusted = rows | untrusted_keys(case.call, case.statistics)[..., None, :]
+        rows = untrusted_queries(case.call, case.queries.similarity)[..., None]
+        distrusted = rows | untrusted_keys(case.call, case.keys.similarity)[..., None, :]
     drift = in_blocks(case.drift, -1, BLOCK_Q).amax(-1)
     overflows = in_blocks(~case.settled, -1, BLOCK_Q, fill=False).any(-1)
     p = p.double()

@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calls import a_call
-from sparge.backends.cpu import key_sums
 from sparge.backends.cpu import stages as native
+from sparge.parallel.global_plan import make_units
 from sparge.parallel.layout import contiguous, layout_of, zigzag
 from sparge.parallel.messages import Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
-from sparge.parallel.units import make_units
-from sparge.values.call import Inputs
 
 
 def covers(layout, total):
@@ -82,7 +80,6 @@ def test_the_mean_of_sums_is_the_mean_of_all(L, D, seed, half):
     key = 3.0 + torch.randn((2, 2, L, D), generator=g) * torch.logspace(-3, 3, D)
     key = key.to(torch.bfloat16) if half else key
     call = a_call(1, Lk=L, B=2, Hq=2, Hk=2, D=D, Dv=D, dtype=key.dtype)
-    inputs = Inputs(key[:, :, :1], key, key)
-    want = native.prepare(call, inputs, to_plan=False, to_attend=True).key_mean
-    parts = [key_sums.sum_keys(part) for part in key.split(128, dim=2)]
-    assert torch.equal(key_sums.mean_of_sums(torch.cat(parts, 2), L), want)
+    want = native.prepare_keys(call, key, key, to_plan=False, to_attend=True).mean
+    parts = [native.sum_keys(part) for part in key.split(128, dim=2)]
+    assert torch.equal(native.mean_of_sums(torch.cat(parts, 2), L), want)

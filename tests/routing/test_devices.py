@@ -17,7 +17,7 @@ from sparge.backends.triton.architectures import architecture_of
 from sparge.routing import choose, get_backend
 from sparge.values.backend import Estimate, FixedCost
 from sparge.values.host import host
-from sparge.values.stages import Attended, Prepared
+from sparge.values.stages import Attended, PreparedKeys, PreparedQueries
 
 
 class NoHostReads(TorchDispatchMode):
@@ -33,9 +33,11 @@ class NoHostReads(TorchDispatchMode):
 def device(add_backend):
     """A backend of another device whose stages stay on it: every block, plain torch."""
 
-    def prepare(call, inputs, *, to_plan, to_attend):
-        value = inputs.key if inputs.value is None else inputs.value
-        return Prepared(sparge.values.qtensor.Operands(inputs.query, inputs.key, value))
+    def prepare_keys(call, key, value, *, mean=None, to_plan, to_attend):
+        return PreparedKeys(key, key if value is None else value)
+
+    def prepare_queries(call, query, *, mean, to_plan, to_attend):
+        return PreparedQueries(query)
 
     def predict(call, prepared, tokens):
         return torch.ones(call.B, call.Hq, call.n_q, call.n_k)
@@ -44,12 +46,12 @@ def device(add_backend):
         return sparge.values.blockplan.plan_from_mask(mass > 0, tokens)
 
     def attend(call, prepared, plan, tokens):
-        given = prepared.operands
-        scores = given.query @ given.key.mT * call.scale
-        out = scores.softmax(-1) @ given.value
+        scores = prepared.queries.rows @ prepared.keys.key.mT * call.scale
+        out = scores.softmax(-1) @ prepared.keys.value
         return Attended(out, scores.logsumexp(-1), torch.zeros_like(plan.counts))
 
-    stages = {"prepare": prepare, "predict": predict, "select": select, "attend": attend}
+    prepares = {"prepare_keys": prepare_keys, "prepare_queries": prepare_queries}
+    stages = {**prepares, "predict": predict, "select": select, "attend": attend}
     add_backend("device", cost=FixedCost(True, "fast"), **stages)
     return "device"
 

@@ -17,7 +17,7 @@ from oracle import clustered_qkv, rows_of
 from recipes import quick
 from sparge import KeepAll, KeepError, KeepMass, Recipe
 from sparge.backends.cpu import library as native
-from sparge.backends.reference.checked_rows import deviations
+from sparge.backends.reference.budget_rows import deviations
 from sparge.rules.error_budget import choose_rows, step_masses
 from sparge_tools.bench.adversarial import FAMILIES, Adversary
 from sparge_tools.bench.error_suite import run_case

@@ -17,8 +17,7 @@ import sparge
 from sparge.support import accelerator
 from sparge.values.backend import Backend, FixedCost
 from sparge.values.blockplan import plan_from_mask
-from sparge.values.qtensor import Operands
-from sparge.values.stages import Attended, Prepared
+from sparge.values.stages import Attended, PreparedKeys, PreparedQueries
 
 READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal")
 """Operations of torch that return a number, or a shape that depends on one, to the host."""
@@ -134,7 +133,13 @@ def packed_call(recipe):
 def gpu_backend():
     """A backend of that name whose stages read nothing back, with counts that differ by head and by
     row; it keeps what no recipe asks for."""
-    stages = {"prepare": _prepare, "predict": _predict, "select": _select, "attend": _attend}
+    stages = {
+        "prepare_keys": _prepare_keys,
+        "prepare_queries": _prepare_queries,
+        "predict": _predict,
+        "select": _select,
+        "attend": _attend,
+    }
     return Backend(
         "gpu",
         "of a test",
@@ -146,9 +151,12 @@ def gpu_backend():
     )
 
 
-def _prepare(call, inputs, *, to_plan, to_attend):
-    value = inputs.key if inputs.value is None else inputs.value
-    return Prepared(Operands(inputs.query, inputs.key, value))
+def _prepare_keys(call, key, value, *, mean=None, to_plan, to_attend):
+    return PreparedKeys(key, key if value is None else value)
+
+
+def _prepare_queries(call, query, *, mean, to_plan, to_attend):
+    return PreparedQueries(query)
 
 
 def _predict(call, prepared, tokens):
@@ -165,7 +173,7 @@ def _select(call, prepared, mass, tokens):
 
 
 def _attend(call, prepared, plan, tokens):
-    given = prepared.operands
-    key, value = (x.repeat_interleave(call.Hq // call.Hk, 1) for x in (given.key, given.value))
-    scores = given.query @ key.mT * call.scale
+    given = (prepared.keys.key, prepared.keys.value)
+    key, value = (x.repeat_interleave(call.Hq // call.Hk, 1) for x in given)
+    scores = prepared.queries.rows @ key.mT * call.scale
     return Attended(scores.softmax(-1) @ value, scores.logsumexp(-1), plan.counts // 2 + 1)

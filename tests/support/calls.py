@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-from sparge import KeepFraction, Recipe
+from sparge import KeepFraction, QTensor, Recipe
 from sparge.backends.reference import REFERENCE
 from sparge.engine.check import check_call
 from sparge.routing import Backend, get_backend
 from sparge.values.backend import FixedCost
 from sparge.values.call import Call, Inputs
+from sparge.values.stages import prepare
 
 SLOW = FixedCost(False, "slow")
 HALF = Recipe(keep=KeepFraction(0.5), precision="half")
@@ -50,11 +52,22 @@ def call_of(q, k, v, **facts):
     return check_call(q, k, v, enable_gqa=True, **facts)
 
 
+class Operands(NamedTuple):
+    """What the attend stage reads."""
+
+    query: torch.Tensor | QTensor
+    key: torch.Tensor | QTensor
+    value: torch.Tensor | QTensor
+    lse_shift: torch.Tensor | None
+
+
 def operands_of(q, k, v, precision, backend, scale=None):
     """What the attend stage of a backend reads."""
     call = call_of(q, k, v, recipe=Recipe(precision=precision), scale=scale)
-    stages = get_backend(backend).stages()
-    return stages.prepare(call, Inputs(q, k, v), to_plan=False, to_attend=True).operands
+    made = prepare(
+        get_backend(backend).stages(), call, Inputs(q, k, v), to_plan=False, to_attend=True
+    )
+    return Operands(made.queries.rows, made.keys.key, made.keys.value, made.queries.lse_shift)
 
 
 # What 16-bit P and V, and 8-bit P, may cost against the same operands in fp64: half an ulp of P and

@@ -29,7 +29,7 @@ def moved(x: Any, move: Move) -> Any:
     if isinstance(x, Tensor):
         return move(x)
     if is_dataclass(x) and not isinstance(x, type):
-        held = {field.name: getattr(x, field.name) for field in fields(x)}
+        held = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
         new = {name: moved(value, move) for name, value in held.items()}
         return x if all(new[name] is held[name] for name in held) else replace(x, **new)
     if isinstance(x, tuple | list):
@@ -73,7 +73,8 @@ class StagesOn:
                 return pairs[id(x)][0] if id(x) in pairs else as_strided_on(x, call.device)
 
             there = replace(call, device=torch.device(self.device).type)
-            return moved(run(there, *moved(args, go), **named), come_back)
+            by_name = {name: moved(x, go) for name, x in named.items()}
+            return moved(run(there, *moved(args, go), **by_name), come_back)
 
         return run_there
 

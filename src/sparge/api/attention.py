@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.dense import attend_dense
-from ..backends.reference.prepare import quantize
-from ..backends.reference.sampled_rows import sampled_error as _sampled_error
+from ..backends.reference.sampled_error import sampled_error as _sampled_error
 from ..engine.check import check_call, check_plan
 from ..engine.execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
 from ..engine.ops import facts_of, plan_of_tensors
@@ -20,7 +19,6 @@ from ..support.autocast import as_autocast
 from ..values.backend import AUTO, DENSE
 from ..values.blockplan import BlockPlan
 from ..values.call import Inputs
-from ..values.qtensor import Operands
 from ..values.recipe import EXACTLY, Recipe
 from ..values.run import note
 from ..values.tokenmask import as_4d
@@ -121,7 +119,7 @@ def attention(
         )
     elif torch.compiler.is_compiling() or wants_op(query) or (call.needs_grad and not dense):
         flags = (return_lse, call.needs_grad, backend, label)
-        out, lse, *_ = torch.ops.sparge.attention(*inputs[:5], *facts_of(call), *flags)
+        out, lse, *_ = torch.ops.sparge.attention(*inputs, *facts_of(call), *flags)
     else:
         # The same work without the dispatcher, whose cost is noticeable in short calls.
         done = run_attention(call, choice, inputs)
@@ -252,12 +250,9 @@ def sampled_error(
         recipe=recipe,
     )
     check_plan(plan, call, query.device)
-    tokens = tokens_of(call, Inputs(query, key, value, as_4d(attn_mask)))
+    inputs = Inputs(query, key, value, as_4d(attn_mask))
     with undisturbed(call.device):
-        operands = Operands(query, key, value)
-        if call.recipe.quantized:
-            operands = quantize(query, key, value, scale=call.scale, precision="int8")
-        return _sampled_error(call, operands, value, plan, tokens)
+        return _sampled_error(call, inputs, plan, tokens_of(call, inputs))
 
 
 def explain(

@@ -15,12 +15,12 @@ from ..backends.dense import attend_dense
 from ..routing import Backend, Choice, choose, get_backend, host, route_by_plan, settle
 from ..support.autocast import without_autocast
 from ..support.later import Later
-from ..values.backend import DENSE, torch_capability
+from ..values.backend import DENSE, torch_capability, with_kinds
 from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs
 from ..values.geometry import allowed_blocks
 from ..values.run import Run, note
-from ..values.stages import Attended, Prepared
+from ..values.stages import Attended, Prepared, prepare
 from ..values.tokenmask import EXCLUDED, TokenMask
 from .attend_heads import attend_heads
 from .counted import count_blocks, numbers_of
@@ -48,13 +48,14 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
         return run_dense(call, inputs, tokens, watch)
     backend = get_backend(choice.backend)
     with undisturbed(call.device):
+        tokens = with_kinds(backend, tokens)
         prepared, plan = _plan(call, inputs, tokens, backend, watch, to_attend=True)
         if not call.needs_grad:  # the backward needs the plan
             watch.choice = route_by_plan(plan, call, choice)
         if watch.choice.backend == DENSE:
             return run_dense(call, inputs, tokens, watch)
         with watch.stage("attend"):
-            done = _attend(backend, call, inputs, prepared, plan, tokens)
+            done = _attend(backend, call, prepared, plan, tokens)
     return Outcome(done.out, done.lse, plan, run_of("attention", watch, plan, done.pv_skips))
 
 
@@ -63,7 +64,8 @@ def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:
     watch = Stopwatch(call, choice, inputs.query.device)
     with undisturbed(call.device):
         chosen = get_backend(choice.backend)
-        _, plan = _plan(call, inputs, tokens_of(call, inputs), chosen, watch, to_attend=False)
+        tokens = with_kinds(chosen, tokens_of(call, inputs))
+        _, plan = _plan(call, inputs, tokens, chosen, watch, to_attend=False)
     note(run_of("make_plan", watch, plan))
     return plan
 
@@ -73,30 +75,25 @@ def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> 
     chosen = get_backend(choice.backend)
     stages = chosen.stages()
     watch = Stopwatch(call, choice, inputs.query.device)
-    tokens = tokens_of(call, inputs)
     with undisturbed(call.device):
+        tokens = with_kinds(chosen, tokens_of(call, inputs))
         if call.has_mask and not plan.has_mask:
             # Blocks that the mask hides wholly are neither attended nor counted.
             plan = plan_from_mask(plan.to_mask(), tokens, measured=plan.measured)
         with watch.stage("prepare"):
-            prepared = stages.prepare(call, inputs, to_plan=False, to_attend=True)
+            prepared = prepare(stages, call, inputs, to_plan=False, to_attend=True)
         with watch.stage("attend"):
-            done = _attend(chosen, call, inputs, prepared, plan, tokens)
+            done = _attend(chosen, call, prepared, plan, tokens)
     note(run_of("attend", watch, plan, done.pv_skips))
     return done
 
 
 def _attend(
-    backend: Backend,
-    call: Call,
-    inputs: Inputs,
-    prepared: Prepared,
-    plan: BlockPlan,
-    tokens: TokenMask,
+    backend: Backend, call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask
 ) -> Attended:
     if backend.raises_heads:
         return backend.stages().attend(call, prepared, plan, tokens)
-    return attend_heads(backend.stages(), call, inputs, prepared, plan, tokens)
+    return attend_heads(backend.stages(), call, prepared, plan, tokens)
 
 
 def _plan(
@@ -111,7 +108,7 @@ def _plan(
     """The first three stages; a block mask of the caller's is the plan itself."""
     stages, mask = backend.stages(), inputs.block_mask
     with watch.stage("prepare"):
-        prepared = stages.prepare(call, inputs, to_plan=mask is None, to_attend=to_attend)
+        prepared = prepare(stages, call, inputs, to_plan=mask is None, to_attend=to_attend)
     if mask is not None:
         with watch.stage("select"):
             return prepared, plan_from_mask(

@@ -10,34 +10,24 @@ travel, too. Keys that were sent to be planned are not sent again to be attended
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from ..values.backend import Backend
-from ..values.call import Call, Inputs
-from ..values.geometry import BLOCK_Q
-from ..values.qtensor import Operands, QTensor
-from ..values.recipe import KeepMass, Recipe
-from ..values.stages import Prepared, Statistics
+from ..values.call import Call
+from ..values.geometry import BLOCK_Q, sampled_rows
+from ..values.qtensor import QTensor
+from ..values.stages import KeySums, Prepared, PreparedKeys, PreparedQueries
 from ..values.tokenmask import TokenMask
 from .exchange import Exchange
-from .key_mean import global_key_mean
-from .messages import from_bytes, pack_bits, size_of, to_bytes, unpack_bits
+from .layout import Held, places
+from .messages import Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
 from .reshard import pieces_of, place_rows
-from .units import (
-    Held,
-    Unit,
-    answer_of,
-    fields_of,
-    make_units,
-    own_blocks,
-    places,
-    sampled_of,
-    units_of,
-)
 
 
 @dataclass(frozen=True)
@@ -62,6 +52,225 @@ def make_global_plan(exchange: Exchange, held: Held, backend: Backend) -> Global
     return _Planning(exchange, held, backend).run()
 
 
+# -- who plans what ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Query blocks `first … stop-1` of the heads that share a key head, and who plans them."""
+
+    head: int
+    first: int
+    stop: int
+    rank: int
+
+
+def make_units(call: Call, world: int) -> list[Unit]:
+    """Key heads, one after another to the ranks. Where ranks are more, several plan a head, if the
+    busiest then has less to do: each of them needs all keys of the head."""
+    most = min(-(-world // call.Hk), call.n_q)
+    # A budget is one number for a head, measured on all of its rows.
+    choices = range(1, 2 if call.measures_error else most + 1)
+    ways = min(choices, key=lambda n: (Fraction(-(-call.Hk * n // world), n), n))
+    cuts = [call.n_q * i // ways for i in range(ways + 1)]
+    spans = [(head, cuts[i], cuts[i + 1]) for head in range(call.Hk) for i in range(ways)]
+    return [Unit(*span, rank=i % world) for i, span in enumerate(spans)]
+
+
+def units_of(units: Sequence[Unit], rank: int) -> list[Unit]:
+    return [unit for unit in units if unit.rank == rank]
+
+
+def own_blocks(held: Held, rank: int, unit: Unit) -> list[int]:
+    """Query blocks of a rank that a unit plans."""
+    return [i for i in held.q_blocks(rank) if unit.first <= i < unit.stop]
+
+
+# -- what travels to the rank that plans -----------------------------------------------------------
+
+
+class Rows(Enum):
+    """What one row of a tensor that travels stands for."""
+
+    KEYS = auto()
+    KEY_BLOCKS = auto()
+    QUERIES = auto()
+    SAMPLED_QUERIES = auto()
+    QUERY_BLOCKS = auto()
+
+    @property
+    def of_keys(self) -> bool:
+        return self in (Rows.KEYS, Rows.KEY_BLOCKS)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A tensor `[B, heads of the unit, rows, *tail]` that every rank sends of its own rows."""
+
+    rows: Rows
+    tail: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def fields_of(call: Call, *, coded: bool) -> dict[str, Field]:
+    """What travels, in this order. coded: keys travel as 8-bit codes, if at all, with the
+    statistics of their blocks; else as the caller's."""
+    rows, fp32 = (call.D,), torch.float32
+    fields = {}
+    if coded and call.samples_rows:
+        fields["key"] = Field(Rows.KEYS, rows, torch.int8)
+        fields["k_scale"] = Field(Rows.KEYS, (), fp32)
+    elif not coded:
+        fields["key"] = Field(Rows.KEYS, rows, call.dtype)
+    if call.measures_error:
+        fields["value"] = Field(Rows.KEYS, (call.Dv,), call.dtype)
+        fields["query"] = Field(Rows.QUERIES, rows, call.dtype)
+        return fields
+    if call.samples_rows:
+        fields["query"] = Field(Rows.SAMPLED_QUERIES, rows, call.dtype)
+    if call.pools_blocks:
+        fields["q_pooled"] = Field(Rows.QUERY_BLOCKS, rows, fp32)
+        if coded:
+            fields["k_pooled"] = Field(Rows.KEY_BLOCKS, rows, fp32)
+    if call.recipe.min_similarity is not None:
+        fields["q_similarity"] = Field(Rows.QUERY_BLOCKS, (), fp32)
+        if coded:
+            fields["k_similarity"] = Field(Rows.KEY_BLOCKS, (), fp32)
+    return fields
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of one rank that one unit is planned with."""
+
+    held: Held
+    rank: int
+    unit: Unit
+
+    @property
+    def _sampled(self) -> list[tuple[int, int]]:
+        """Rows that prediction scores: their places in the rank's tensor and in the unit."""
+        return list(sampled_of(self.held, self.rank, own_blocks(self.held, self.rank, self.unit)))
+
+    def heads(self, rows: Rows) -> slice:
+        head, group = self.unit.head, self.held.call.Hq // self.held.call.Hk
+        return slice(head, head + 1) if rows.of_keys else slice(head * group, (head + 1) * group)
+
+    def spec(self, field: Field) -> Spec:
+        heads = self.heads(field.rows)
+        shape = (self.held.call.B, heads.stop - heads.start, self._length(field.rows))
+        return Spec((*shape, *field.tail), field.dtype)
+
+    def _length(self, rows: Rows) -> int:
+        held = self.held
+        match rows:
+            case Rows.KEYS:
+                return held.k_layout.length(self.rank)
+            case Rows.KEY_BLOCKS:
+                return len(held.k_blocks(self.rank))
+            case Rows.QUERIES:
+                return held.q_layout.length(self.rank)
+            case Rows.SAMPLED_QUERIES:
+                return len(self._sampled)
+            case Rows.QUERY_BLOCKS:
+                return len(own_blocks(held, self.rank, self.unit))
+
+    def cut(self, x: Tensor, rows: Rows) -> Tensor:
+        """What of a tensor of all heads of this rank travels."""
+        x = x[:, self.heads(rows)]
+        if rows is Rows.SAMPLED_QUERIES:
+            return x[:, :, places([own for own, _ in self._sampled], x.device)]
+        if rows is Rows.QUERY_BLOCKS:
+            at = self.held.q_blocks(self.rank)
+            blocks = own_blocks(self.held, self.rank, self.unit)
+            return x[:, :, places([at.index(i) for i in blocks], x.device)]
+        return x
+
+    def place(self, whole: Tensor, x: Tensor, rows: Rows) -> None:
+        """What came to where it stands in the unit."""
+        held, first = self.held, self.unit.first
+        match rows:
+            case Rows.KEYS:
+                place_rows(whole, held.k_layout, self.rank, x, dim=2)
+            case Rows.QUERIES:
+                place_rows(whole, held.q_layout, self.rank, x, dim=2)
+            case Rows.KEY_BLOCKS:
+                whole[:, :, places(held.k_blocks(self.rank), x.device)] = x
+            case Rows.SAMPLED_QUERIES:
+                at = [row - first * BLOCK_Q for _, row in self._sampled]
+                whole[:, :, places(at, x.device)] = x
+            case Rows.QUERY_BLOCKS:
+                blocks = own_blocks(held, self.rank, self.unit)
+                whole[:, :, places([i - first for i in blocks], x.device)] = x
+
+
+def unit_length(call: Call, rows: Rows) -> int:
+    """Rows of all ranks. call: of the unit."""
+    match rows:
+        case Rows.KEYS:
+            return call.Lk
+        case Rows.KEY_BLOCKS:
+            return call.n_k
+        case Rows.QUERIES | Rows.SAMPLED_QUERIES:
+            return call.Lq
+        case Rows.QUERY_BLOCKS:
+            return call.n_q
+
+
+def sampled_of(held: Held, rank: int, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rows that prediction scores: their places in the rank's tensor and in the sequence."""
+    at = {i: place for place, i in enumerate(held.q_blocks(rank))}
+    for i in blocks:
+        start = i * BLOCK_Q
+        # Only the last block of the sequence is short, and it is the last of its rank.
+        valid = min(start + BLOCK_Q, held.call.Lq) - start
+        for row in sampled_rows(valid, held.call.recipe.sample_rows):
+            yield at[i] * BLOCK_Q + row, start + row
+
+
+# -- planning ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What is planned of a unit, or told of it to a rank. kept: bool `[B, group, blocks, n_k]`;
+    measured: fp64 `[3, B, group]`; key_mean: fp32 `[B, 1, D]`. None where the call needs none."""
+
+    kept: Tensor | None = None
+    measured: Tensor | None = None
+    key_mean: Tensor | None = None
+
+    def to_tensors(self, share: Share) -> list[Tensor]:
+        """What a rank is told, in the order of `specs`."""
+        blocks = own_blocks(share.held, share.rank, share.unit)
+        kept = self.kept
+        if kept is not None:
+            at = places([i - share.unit.first for i in blocks], kept.device)
+            kept = pack_bits(kept[:, :, at])
+        return [x for x in (kept, self.measured, self.key_mean) if x is not None]
+
+    @staticmethod
+    def specs(share: Share) -> list[Spec]:
+        call, group = share.held.call, share.held.call.Hq // share.held.call.Hk
+        n = len(own_blocks(share.held, share.rank, share.unit))
+        specs = []
+        if call.predicts:
+            specs.append(Spec((call.B, group, n, -(-call.n_k // 8)), torch.uint8))
+        if call.measures_error:
+            specs.append(Spec((3, call.B, group), torch.float64))
+        if call.recipe.quantized:
+            specs.append(Spec((call.B, 1, call.D), torch.float32))
+        return specs
+
+    @classmethod
+    def from_tensors(cls, call: Call, tensors: Iterator[Tensor]) -> UnitPlan:
+        return cls(
+            kept=unpack_bits(next(tensors), call.n_k) if call.predicts else None,
+            measured=next(tensors) if call.measures_error else None,
+            key_mean=next(tensors) if call.recipe.quantized else None,
+        )
+
+
 class _Planning:
     """The planning of one call on one rank."""
 
@@ -70,120 +279,126 @@ class _Planning:
         self.call, self.stages = held.call, backend.stages()
         self.units = make_units(held.call, exchange.world)
         self.key_mean: Tensor | None = None
-        if held.call.recipe.quantized and backend.key_sums is not None:
-            self.key_mean = global_key_mean(exchange, held, backend.key_sums())
+        if held.call.recipe.quantized and backend.sums_keys:
+            assert isinstance(self.stages, KeySums)
+            self.key_mean = global_key_mean(exchange, held, self.stages)
         # With the mean known, keys need not travel in the caller's dtype.
         self.coded = self.key_mean is not None and not held.call.measures_error
+        self.fields = fields_of(held.call, coded=self.coded)
         # What is planned with is what the kernel reads, if nobody prepares it again.
         as_read = self.coded or not held.call.recipe.quantized
-        travel = held.call.samples_rows or not self.coded
-        self.reuses = backend.plain_operands and as_read and travel and not held.call.measures_error
+        reuses = backend.plain_operands and as_read and not held.call.measures_error
+        self.reuses = reuses and "key" in self.fields
         self.known: dict[int, Tensor | QTensor] = {}
 
     def run(self) -> GlobalPlan:
         if not self.call.predicts and self.key_mean is not None:
-            return self._told({})  # all is kept, and what smoothing takes is known
+            return self._assemble_plan({})  # all is kept, and what smoothing takes is known
+        answers = self._exchange_answers(self._exchange_rows())
+        return self._assemble_plan(answers)
+
+    def _share(self, rank: int, unit: Unit) -> Share:
+        return Share(self.held, rank, unit)
+
+    def _exchange_rows(self) -> dict[Unit, dict[int, dict[str, Tensor]]]:
+        """What every rank sent of the units that are planned here, by the rank it came from."""
         ranks, rank, device = range(self.exchange.world), self.exchange.rank, self.exchange.device
-        own = self._own_fields()
+        own = self._own_tensors()
         sends = {
-            to: to_bytes(
-                [x for unit in units_of(self.units, to) for x in self._sent(unit, own)], device
-            )
+            to: [x for unit in units_of(self.units, to) for x in self._sent(unit, own)]
             for to in ranks
         }
         mine = units_of(self.units, rank)
-        names = [
-            {of: fields_of(self.held, of, unit, coded=self.coded) for of in ranks} for unit in mine
-        ]
-        specs = {of: [spec for each in names for spec in each[of].values()] for of in ranks}
-        found = self.exchange.swap("plan", sends, {of: size_of(specs[of]) for of in ranks})
+        specs = {
+            of: [self._share(of, unit).spec(x) for unit in mine for x in self.fields.values()]
+            for of in ranks
+        }
+        found = self.exchange.swap(
+            "plan",
+            {to: to_bytes(tensors, device) for to, tensors in sends.items()},
+            {of: size_of(specs[of]) for of in ranks},
+        )
         parts = {of: iter(from_bytes(found[of], specs[of])) for of in ranks}
-        answers: dict[int, list[Tensor]] = {to: [] for to in ranks}
-        for unit, fields in zip(mine, names, strict=True):
-            came = {of: {name: next(parts[of]) for name in fields[of]} for of in ranks}
-            plan = self._plan(unit, came)
-            for to in ranks:
-                answers[to] += self._answer(unit, to, plan)
-        wanted = {
+        return {
+            unit: {of: {name: next(parts[of]) for name in self.fields} for of in ranks}
+            for unit in mine
+        }
+
+    def _exchange_answers(
+        self, came: dict[Unit, dict[int, dict[str, Tensor]]]
+    ) -> dict[Unit, UnitPlan]:
+        """Plan the units of this rank; what all units say of this rank's rows."""
+        ranks, rank, device = range(self.exchange.world), self.exchange.rank, self.exchange.device
+        plans = {unit: self._plan(unit, found) for unit, found in came.items()}
+        answers = {
+            to: [x for unit, plan in plans.items() for x in plan.to_tensors(self._share(to, unit))]
+            for to in ranks
+        }
+        specs = {
             of: [
                 spec
                 for unit in units_of(self.units, of)
-                for spec in answer_of(self.held, rank, unit).values()
+                for spec in UnitPlan.specs(self._share(rank, unit))
             ]
             for of in ranks
         }
         found = self.exchange.swap(
             "plan",
-            {to: to_bytes(answers[to], device) for to in ranks},
-            {of: size_of(wanted[of]) for of in ranks},
+            {to: to_bytes(tensors, device) for to, tensors in answers.items()},
+            {of: size_of(specs[of]) for of in ranks},
         )
-        return self._told({of: from_bytes(found[of], wanted[of]) for of in ranks})
+        parts = {of: iter(from_bytes(found[of], specs[of])) for of in ranks}
+        return {unit: UnitPlan.from_tensors(self.call, parts[unit.rank]) for unit in self.units}
 
-    def _own_fields(self) -> dict[str, Tensor]:
-        """What this rank's rows give, for all heads: keys as they travel, and statistics."""
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What this rank's rows give, for all heads, by field; nothing if it has no such rows."""
         call, held, rank = self.call, self.held, self.exchange.rank
-        fields = {"key": held.key, "value": held.value, "query": held.query}
+        tensors = {"key": held.key, "value": held.value, "query": held.query}
         if call.measures_error:
-            return fields
-        keys = pieces_of(held.key, held.k_layout, rank) if self.coded else []
+            return tensors
         if call.pools_blocks:
-            judge = None if call.recipe.min_similarity is None else 0.0
-            recipe = Recipe(KeepMass(1.0), "mean", min_similarity=judge)
-            one_key = held.key.new_zeros((call.B, call.Hk, 1, call.D))
-            one_query = held.key.new_zeros((call.B, call.Hq, 1, call.D))
-            queries = pieces_of(held.query, held.q_layout, rank)
-            found = [self._statistics(recipe, query, one_key) for query in queries]
-            fields |= _joined(found, "q_pooled", "q_similarity")
-            found = [self._statistics(recipe, one_query, key) for key in keys]
-            fields |= _joined(found, "k_pooled", "k_similarity")
-        if keys and call.samples_rows:
-            codes = [self._codes(key) for key in keys]
-            fields["key"] = torch.cat([x.codes for x in codes], 2)
-            fields["k_scale"] = torch.cat([x.scale for x in codes], 2)
-        return fields
+            made = [
+                self._queries_to_plan(query) for query in pieces_of(held.query, held.q_layout, rank)
+            ]
+            tensors |= _joined("q_pooled", [x.pooled for x in made])
+            tensors |= _joined("q_similarity", [x.similarity for x in made])
+        if self.coded:
+            keys = [self._keys_to_plan(x) for x in pieces_of(held.key, held.k_layout, rank)]
+            tensors |= _joined("k_pooled", [x.pooled for x in keys])
+            tensors |= _joined("k_similarity", [x.similarity for x in keys])
+            codes = [x.key for x in keys if isinstance(x.key, QTensor)]
+            if codes:
+                tensors |= _joined("key", [x.codes for x in codes])
+                tensors |= _joined("k_scale", [x.scale for x in codes])
+        return tensors
 
-    def _statistics(self, recipe: Recipe, query: Tensor, key: Tensor) -> Statistics:
-        """Of one piece: what a block's statistics are does not depend on other blocks."""
-        part = replace(
-            self.call, Lq=query.shape[2], Lk=key.shape[2], recipe=recipe, is_causal=False, label=""
+    def _queries_to_plan(self, query: Tensor) -> PreparedQueries:
+        """Statistics of one piece: those of a block do not depend on other blocks. Sampled rows
+        travel as they are, so none is coded here."""
+        recipe = replace(self.call.recipe, precision=self.call.own_precision)
+        part = replace(self.call, Lq=query.shape[2], recipe=recipe, label="")
+        return self.stages.prepare_queries(part, query, mean=None, to_plan=True, to_attend=False)
+
+    def _keys_to_plan(self, key: Tensor) -> PreparedKeys:
+        """Statistics and codes of one piece, smoothed by the mean of all keys."""
+        part = replace(self.call, Lk=key.shape[2], label="")
+        return self.stages.prepare_keys(
+            part, key, None, mean=self.key_mean, to_plan=True, to_attend=False
         )
-        inputs = Inputs(query, key, None, key_mean=self.key_mean)
-        return self.stages.prepare(part, inputs, to_plan=True, to_attend=False).statistics
 
-    def _codes(self, key: Tensor) -> QTensor:
-        call = self.call
-        recipe = Recipe(precision=call.recipe.precision)
-        part = replace(call, Lq=1, Lk=key.shape[2], Dv=1, recipe=recipe, is_causal=False, label="")
-        inputs = Inputs(key.new_zeros((call.B, call.Hq, 1, call.D)), key, key[..., :1])
-        inputs = inputs._replace(key_mean=self.key_mean)
-        codes = self.stages.prepare(part, inputs, to_plan=False, to_attend=True).operands.key
-        assert isinstance(codes, QTensor)
-        return codes
-
-    def _sent(self, unit: Unit, own: dict[str, Tensor]) -> list[Tensor]:
+    def _sent(self, unit: Unit, own: Mapping[str, Tensor]) -> list[Tensor]:
         """The fields of a unit, from this rank's rows."""
-        held, rank, device = self.held, self.exchange.rank, self.exchange.device
-        group = self.call.Hq // self.call.Hk
-        heads = slice(unit.head * group, (unit.head + 1) * group)
-        blocks, at = own_blocks(held, rank, unit), held.q_blocks(rank)
-        rows = places([at.index(i) for i in blocks], device)
+        share = self._share(self.exchange.rank, unit)
         parts = []
-        for name, spec in fields_of(held, rank, unit, coded=self.coded).items():
-            if name == "sampled":
-                sampled = places([row for row, _ in sampled_of(held, rank, blocks)], device)
-                parts.append(held.query[:, heads][:, :, sampled])
-            elif name == "query":
-                parts.append(held.query[:, heads])
-            elif name not in own:  # this rank has no rows
-                parts.append(torch.empty(spec.shape, dtype=spec.dtype, device=device))
-            elif name.startswith("q_"):
-                parts.append(own[name][:, heads][:, :, rows])
-            else:
-                parts.append(own[name][:, unit.head])
+        for name, x in self.fields.items():
+            if name in own:
+                parts.append(share.cut(own[name], x.rows))
+            else:  # this rank has no rows
+                spec = share.spec(x)
+                parts.append(torch.empty(spec.shape, dtype=spec.dtype, device=self.exchange.device))
         return parts
 
-    def _plan(self, unit: Unit, came: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-        """kept `[B, group, blocks of the unit, n_k]`, measured, key_mean: what there is of it."""
+    def _plan(self, unit: Unit, came: dict[int, dict[str, Tensor]]) -> UnitPlan:
         whole, group = self.call, self.call.Hq // self.call.Hk
         rows = range(unit.first * BLOCK_Q, min(unit.stop * BLOCK_Q, whole.Lq))
         call = replace(
@@ -197,134 +412,87 @@ class _Planning:
         )
         found = self._assembled(call, unit, came)
         if not call.predicts:
-            return {"key_mean": self._mean_of(call, found["key"])}
+            return UnitPlan(key_mean=self._mean_of(call, found["key"]))
         prepared = self._prepared(call, found)
         if self.reuses:
-            self.known[unit.head] = prepared.operands.key
+            self.known[unit.head] = prepared.keys.key
         tokens = TokenMask(call.Lq, call.Lk, call.is_causal, call.offset)
         mass = self.stages.predict(call, prepared, tokens)
         plan = self.stages.select(call, prepared, mass, tokens)
-        done = {"kept": plan.to_mask()}
-        mean = prepared.key_mean if self.key_mean is None else self.key_mean[:, unit.head, None]
-        for name, x in (("measured", plan.measured), ("key_mean", mean)):
-            if x is not None:
-                done[name] = x
-        return done
+        mean = prepared.keys.mean
+        if self.key_mean is not None:
+            mean = self.key_mean[:, unit.head, None]
+        return UnitPlan(plan.to_mask(), plan.measured, mean if call.recipe.quantized else None)
 
     def _assembled(
         self, call: Call, unit: Unit, came: dict[int, dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """The fields of all ranks, where they stand in the sequence; `query` is zero in rows that
-        nothing reads."""
-        held, device, group = self.held, self.exchange.device, call.Hq
-        q_shape, start = (call.B, group, call.Lq, call.D), unit.first * BLOCK_Q
-        found = {"query": torch.zeros(q_shape, dtype=call.dtype, device=device)}
-        rows = {"key": call.Lk, "value": call.Lk, "k_scale": call.Lk}
-        rows |= {"k_pooled": call.n_k, "k_similarity": call.n_k}
-        rows |= {"q_pooled": call.n_q, "q_similarity": call.n_q}
-        for rank, fields in came.items():
-            blocks = own_blocks(held, rank, unit)
-            for name, x in fields.items():
-                if name == "sampled":
-                    at = [row - start for _, row in sampled_of(held, rank, blocks)]
-                    found["query"][:, :, places(at, device)] = x
-                    continue
-                if name not in found:
-                    dim = 2 if name.startswith("q_") else 1
-                    shape = (*x.shape[:dim], rows[name], *x.shape[dim + 1 :])
-                    found[name] = x.new_empty(shape)
-                if name == "query":
-                    place_rows(found[name], held.q_layout, rank, x, dim=2)
-                elif name in ("key", "value", "k_scale"):
-                    place_rows(found[name], held.k_layout, rank, x, dim=1)
-                elif name.startswith("k_"):
-                    found[name][:, places(held.k_blocks(rank), device)] = x
-                else:
-                    found[name][:, :, places([i - unit.first for i in blocks], device)] = x
+        """The fields of all ranks, where they stand in the unit. Queries that did not travel, which
+        nothing reads, are zero."""
+        device = self.exchange.device
+        query = torch.zeros((call.B, call.Hq, call.Lq, call.D), dtype=call.dtype, device=device)
+        found = {"query": query}
+        for name, x in self.fields.items():
+            shape = (call.B, call.Hk if x.rows.of_keys else call.Hq, unit_length(call, x.rows))
+            if name not in found:
+                found[name] = torch.empty((*shape, *x.tail), dtype=x.dtype, device=device)
+            for rank, tensors in came.items():
+                self._share(rank, unit).place(found[name], tensors[name], x.rows)
         return found
 
     def _prepared(self, call: Call, found: dict[str, Tensor]) -> Prepared:
-        """As `prepare` gives it over the whole sequence."""
-        query = found["query"]
-        if not self.coded:
-            key = found["key"][:, None]
-            value = found["value"][:, None] if "value" in found else None
-            inputs = Inputs(query, key, value)
-            prepared = self.stages.prepare(call, inputs, to_plan=True, to_attend=False)
-            own = prepared.statistics
-        else:
-            # The keys are coded already: one of them stands in while the queries are.
-            one = query.new_zeros((call.B, 1, 1, call.D))
-            part = replace(call, Lk=1, is_causal=False)
-            inputs = Inputs(query, one, None, key_mean=one[:, :, 0].float())
-            prepared = self.stages.prepare(part, inputs, to_plan=True, to_attend=False)
-            keys: Tensor | QTensor = query.new_zeros((call.B, 1, call.Lk, call.D))
+        """As the stages prepare the whole sequence."""
+        if self.coded:
+            # Without sampled rows, nothing reads a key.
+            key: Tensor | QTensor = found["query"].new_zeros((call.B, 1, call.Lk, call.D))
             if call.samples_rows:
-                keys = QTensor(found["key"][:, None], found["k_scale"][:, None])
-            operands = Operands(prepared.operands.query, keys, keys)
-            prepared = replace(prepared, operands=operands, key=None, value=None)
-            own = Statistics(
-                k_pooled=found["k_pooled"][:, None] if "k_pooled" in found else None,
-                k_similarity=found["k_similarity"][:, None] if "k_similarity" in found else None,
+                key = QTensor(found["key"], found["k_scale"])
+            keys = PreparedKeys(
+                key, key, pooled=found.get("k_pooled"), similarity=found.get("k_similarity")
             )
-        if call.measures_error:
-            return prepared
-        return replace(
-            prepared,
-            statistics=replace(
-                own,
-                q_pooled=found.get("q_pooled"),
-                q_similarity=found.get("q_similarity", own.q_similarity),
-            ),
+        else:
+            keys = self.stages.prepare_keys(
+                call, found["key"], found.get("value"), to_plan=True, to_attend=False
+            )
+        queries = self.stages.prepare_queries(
+            call, found["query"], mean=keys.mean, to_plan=True, to_attend=False
         )
+        if call.measures_error:
+            return Prepared(queries, keys)
+        # Statistics are those of all rows, which did not travel.
+        pooled, similarity = found.get("q_pooled"), found.get("q_similarity")
+        return Prepared(replace(queries, pooled=pooled, similarity=similarity), keys)
 
     def _mean_of(self, call: Call, key: Tensor) -> Tensor:
         """The mean key, as preparing to attend computes it."""
-        recipe = Recipe(precision=call.recipe.precision)
-        one = replace(call, Hq=1, Lq=1, Dv=1, recipe=recipe, is_causal=False)
-        key = key[:, None]
-        inputs = Inputs(key[:, :, :1], key, key[..., :1])
-        mean = self.stages.prepare(one, inputs, to_plan=False, to_attend=True).key_mean
+        mean = self.stages.prepare_keys(call, key, None, to_plan=False, to_attend=True).mean
         assert mean is not None
         return mean
 
-    def _answer(self, unit: Unit, to: int, plan: dict[str, Tensor]) -> list[Tensor]:
-        parts = []
-        for name in answer_of(self.held, to, unit):
-            x = plan[name]
-            if name == "kept":
-                blocks = [i - unit.first for i in own_blocks(self.held, to, unit)]
-                x = pack_bits(x[:, :, places(blocks, x.device)])
-            parts.append(x[:, 0] if name == "key_mean" else x)
-        return parts
-
-    def _told(self, told: dict[int, list[Tensor]]) -> GlobalPlan:
-        """The plan of this rank's rows, from what those who planned it say."""
+    def _assemble_plan(self, answers: Mapping[Unit, UnitPlan]) -> GlobalPlan:
+        """The plan of this rank's rows, from the answers of the ranks that planned it."""
         call, held, rank, device = self.call, self.held, self.exchange.rank, self.exchange.device
         group, blocks = call.Hq // call.Hk, held.q_blocks(rank)
         shape = (call.B, call.Hq, len(blocks), call.n_k)
         kept = torch.ones(shape, dtype=torch.bool, device=device)
         mean = torch.empty((call.B, call.Hk, call.D), device=device)
         measured = torch.zeros((3, call.B, call.Hq), dtype=torch.float64, device=device)
-        left = {of: iter(parts) for of, parts in told.items()}
-        for unit in self.units if told else ():
+        for unit, answer in answers.items():
             heads = slice(unit.head * group, (unit.head + 1) * group)
-            for name in answer_of(held, rank, unit):
-                x = next(left[unit.rank])
-                if name == "kept":
-                    at = places([blocks.index(i) for i in own_blocks(held, rank, unit)], device)
-                    kept[:, heads, at] = unpack_bits(x, call.n_k)
-                elif name == "measured":
-                    measured[:, :, heads] = x
-                else:
-                    mean[:, unit.head] = x
+            if answer.kept is not None:
+                at = places([blocks.index(i) for i in own_blocks(held, rank, unit)], device)
+                kept[:, heads, at] = answer.kept
+            if answer.measured is not None:
+                measured[:, :, heads] = answer.measured
+            if answer.key_mean is not None:
+                mean[:, unit.head] = answer.key_mean[:, 0]
         mean = mean if self.key_mean is None else self.key_mean
         return GlobalPlan(
             kept,
             mean if call.recipe.quantized else None,
             measured if call.measures_error else None,
             self.known,
-            self._knows() if told and self.reuses else {},
+            self._knows() if answers and self.reuses else {},
         )
 
     def _knows(self) -> dict[int, list[int]]:
@@ -334,12 +502,40 @@ class _Planning:
         return {rank: sorted(found) for rank, found in heads.items()}
 
 
-def _joined(found: Sequence[Statistics], *names: str) -> dict[str, Tensor]:
-    """Statistics of pieces, one after another, by name; what there is of them."""
-    parts = {
-        name: [x for each in found if (x := getattr(each, name)) is not None] for name in names
-    }
-    return {name: torch.cat(each, 2) for name, each in parts.items() if each}
+def _joined(name: str, pieces: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Rows of pieces, one after another, under a name; nothing where there are none."""
+    found = [x for x in pieces if x is not None]
+    return {name: torch.cat(found, 2)} if found else {}
+
+
+def global_key_mean(exchange: Exchange, held: Held, stages: KeySums) -> Tensor:
+    """fp32 `[B, Hk, D]`, bit for bit a single process's, from sums of blocks. Each head is added up
+    by one rank, which sends the mean to the others."""
+    call, ranks, device = held.call, range(exchange.world), exchange.device
+    pieces = pieces_of(held.key, held.k_layout, exchange.rank)
+    sums = [stages.sum_keys(key) for key in pieces]
+    own = torch.cat(sums, 2) if sums else held.key.new_empty((call.B, call.Hk, 0, call.D)).float()
+    heads = {rank: list(range(rank, call.Hk, exchange.world)) for rank in ranks}
+    mine = len(heads[exchange.rank])
+    shapes = {of: (call.B, mine, len(held.k_blocks(of)), call.D) for of in ranks}
+    specs = {of: [Spec(shapes[of], own.dtype)] for of in ranks}
+    found = exchange.swap(
+        "plan",
+        {to: to_bytes([own[:, heads[to]]], device) for to in ranks},
+        {of: size_of(specs[of]) for of in ranks},
+    )
+    whole = torch.empty((call.B, mine, call.n_k, call.D), dtype=own.dtype, device=device)
+    for of in ranks:
+        (part,) = from_bytes(found[of], specs[of])
+        whole[:, :, places(held.k_blocks(of), device)] = part
+    means = stages.mean_of_sums(whole, call.Lk)
+    specs = {of: [Spec((call.B, len(heads[of]), call.D), torch.float32)] for of in ranks}
+    sizes = [size_of(specs[of]) for of in ranks]
+    found_means = exchange.gather("plan", to_bytes([means], device), sizes)
+    mean = torch.empty((call.B, call.Hk, call.D), device=device)
+    for of in ranks:
+        mean[:, heads[of]] = from_bytes(found_means[of], specs[of])[0]
+    return mean
 
 
 __all__ = ["GlobalPlan", "make_global_plan"]

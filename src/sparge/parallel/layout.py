@@ -1,4 +1,4 @@
-"""NOUN which rows of a sequence each rank holds.
+"""Which rows of a sequence each rank holds.
 
 contiguous   rank r has the r-th part; lengths are the ranks' own
 zigzag       2 · world equal parts, of which rank r has part r and part 2 · world - 1 - r: under
@@ -10,6 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ..values.call import Call
+from ..values.geometry import BLOCK_K, BLOCK_Q, n_blocks
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -87,3 +93,36 @@ def layout_of(name: str, lengths: Sequence[int], what: str) -> Layout:
                 "sparge.parallel.shard(x, layout='zigzag')"
             )
     return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank's queries, keys and values, cut at blocks, and where all ranks' rows lie. call: of the
+    whole sequence."""
+
+    call: Call
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    q_layout: Layout
+    k_layout: Layout
+
+    def q_blocks(self, rank: int) -> list[int]:
+        """The query blocks that a rank has, ascending."""
+        return [i for piece in self.q_layout.of(rank) for i in q_blocks_of(piece)]
+
+    def k_blocks(self, rank: int) -> list[int]:
+        """The key blocks that a rank has, ascending."""
+        return [i for piece in self.k_layout.of(rank) for i in k_blocks_of(piece)]
+
+
+def q_blocks_of(piece: Piece) -> range:
+    return range(piece.start // BLOCK_Q, n_blocks(piece.stop, BLOCK_Q))
+
+
+def k_blocks_of(piece: Piece) -> range:
+    return range(piece.start // BLOCK_K, n_blocks(piece.stop, BLOCK_K))
+
+
+def places(blocks: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(blocks, dtype=torch.int64).to(device)

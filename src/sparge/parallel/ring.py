@@ -35,12 +35,11 @@ from ..values.run import note, recording
 from .agree import agree
 from .exchange import Exchange
 from .global_plan import make_global_plan
-from .layout import LAYOUTS, Layout, Piece, layout_of, zigzag
+from .layout import LAYOUTS, Held, Layout, Piece, layout_of, q_blocks_of, zigzag
 from .reshard import reshard
 from .ring_report import gather_report, run_of_ring
-from .rounds import Rounds, tokens_of
+from .rounds import Rounds, piece_tokens
 from .shipment import bytes_of_dense_ring
-from .units import Held, q_blocks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -159,7 +158,7 @@ def ring_plan(
         found, at = [], 0
         for piece in held.q_layout.of(exchange.rank):
             n = len(q_blocks_of(piece))
-            tokens = tokens_of(held.call, piece, Piece(0, held.call.Lk, 0))
+            tokens = piece_tokens(held.call, piece, Piece(0, held.call.Lk, 0))
             kept = plan.kept[:, :, at : at + n]
             made = plan_from_mask(kept, tokens, measured=plan.measured)
             found.append((piece.start // BLOCK_Q, made))

@@ -11,17 +11,17 @@ from torch import Tensor
 from ..api.merge import merge
 from ..engine.attend_heads import attend_heads
 from ..values.backend import Backend
-from ..values.blockplan import plan_from_mask
-from ..values.call import Call, Inputs, work_dtype
+from ..values.blockplan import plan_from_mask, raised_heads
+from ..values.call import Call, work_dtype
+from ..values.stages import Prepared, PreparedQueries
 from ..values.tokenmask import TokenMask
 from .exchange import Exchange, Pending
 from .global_plan import GlobalPlan
-from .layout import Piece
+from .layout import Held, Piece, k_blocks_of, places, q_blocks_of
 from .messages import pack_bits, unpack_bits
 from .reshard import pieces_of
 from .ring_report import Tally
 from .shipment import Cargo, Shipment
-from .units import Held, k_blocks_of, places, q_blocks_of
 
 
 class Rounds:
@@ -41,11 +41,23 @@ class Rounds:
         stages = backend.stages()
         self.ship = Shipment(stages, held.call, plan.key_mean, plain=backend.plain_operands)
         self.queries = pieces_of(held.query, held.q_layout, exchange.rank)
-        self.ready = [self.ship.prepare_queries(query) for query in self.queries]
+        self.raised = plan.measured is not None and bool(raised_heads(plan.measured).any())
+        # Partial results are merged in fp32.
+        wide = held.call.dtype == torch.bfloat16 and not self.raised
+        self.piece_call = replace(
+            held.call, dtype=torch.float32 if wide else held.call.dtype, return_lse=True
+        )
+        self.prepared = [self._prepare_queries(query) for query in self.queries]
         keys, values = (pieces_of(x, held.k_layout, exchange.rank) for x in (held.key, held.value))
         self.own = [self.ship.load(k, v) for k, v in zip(keys, values, strict=True)]
         self.results: list[tuple[Tensor, Tensor] | None] = [None] * len(self.queries)
         self.tally, self.observed = Tally(), observed
+
+    def _prepare_queries(self, query: Tensor) -> PreparedQueries:
+        call, mean = replace(self.piece_call, Lq=query.shape[2]), self.plan.key_mean
+        return self.backend.stages().prepare_queries(
+            call, query, mean=mean, to_plan=False, to_attend=True
+        )
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Output and LSE of this rank's queries."""
@@ -157,25 +169,17 @@ class Rounds:
     def _attend_piece(
         self, i: int, queries: Piece, keys: Piece, kept: Tensor, cargo: Cargo
     ) -> None:
-        tokens = tokens_of(self.call, queries, keys)
+        tokens = piece_tokens(self.call, queries, keys)
         plan = plan_from_mask(kept, tokens, measured=self.plan.measured)
         if not plan.allowed.any():
             return
-        call = replace(
-            self.call, Lq=len(queries), Lk=len(keys), offset=tokens.offset, return_lse=True
-        )
-        raised = plan.raised is not None and bool(plan.raised.any())
-        if self.call.dtype == torch.bfloat16 and not raised:
-            call = replace(call, dtype=torch.float32)  # partial results are merged in fp32
-        prepared = self.ship.prepare(call, self.queries[i], self.ready[i], cargo)
+        call = replace(self.piece_call, Lq=len(queries), Lk=len(keys), offset=tokens.offset)
+        prepared = Prepared(self.prepared[i], self.ship.prepare_keys(call, cargo))
         stages = self.backend.stages()
-        if self.backend.raises_heads or not raised:
+        if self.backend.raises_heads or not self.raised:
             done = stages.attend(call, prepared, plan, tokens)
         else:
-            assert isinstance(cargo.key, Tensor)
-            assert isinstance(cargo.value, Tensor)
-            inputs = Inputs(self.queries[i], cargo.key, cargo.value, key_mean=self.plan.key_mean)
-            done = attend_heads(stages, call, inputs, prepared, plan, tokens)
+            done = attend_heads(stages, call, prepared, plan, tokens)
         if self.observed:
             self.tally.add(plan, done.pv_skips, self.backend.row_group)
         before = self.results[i]
@@ -202,6 +206,6 @@ class Rounds:
         return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def tokens_of(call: Call, queries: Piece, keys: Piece) -> TokenMask:
+def piece_tokens(call: Call, queries: Piece, keys: Piece) -> TokenMask:
     offset = queries.start + call.offset - keys.start
     return TokenMask(len(queries), len(keys), call.is_causal, offset)

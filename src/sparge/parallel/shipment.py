@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..backends.reference.prepare import group_means
-from ..values.call import Call, Inputs, half_dtype
+from ..values.call import Call, half_dtype
 from ..values.geometry import BLOCK_K, n_blocks
-from ..values.qtensor import Operands, Pooled, QTensor, finite_rows, working
-from ..values.stages import Prepared, Stages
+from ..values.qtensor import Pooled, QTensor, finite_rows, group_means, working
+from ..values.stages import PreparedKeys, Stages
 from .layout import Piece
 from .messages import Spec, from_bytes, size_of, to_bytes
 
@@ -105,24 +104,23 @@ class Shipment:
                 k, v = (group_means(x, recipe.pool_group).to(x.dtype) for x in (key, value))
                 pooled = Pooled(k, v, recipe.pool_group)
             return Cargo(key, value, pooled)
-        # One query row: what is wanted here are keys and values.
-        one = replace(call, Lq=1, Lk=key.shape[2], is_causal=False, label="")
-        query = key.new_zeros((call.B, call.Hq, 1, call.D))
-        inputs = Inputs(query, key, value, key_mean=self.key_mean)
-        prepared = self.stages.prepare(one, inputs, to_plan=False, to_attend=True)
-        held, pooled, largest = prepared.operands.value, prepared.pooled, None
+        part = replace(call, Lk=key.shape[2], is_causal=False, label="")
+        made = self.stages.prepare_keys(
+            part, key, value, mean=self.key_mean, to_plan=False, to_attend=True
+        )
+        held, pooled, largest = made.value, made.entries, None
         if recipe.precision == "int8":
             held = _in_16_bits(held)
             pooled = pooled and replace(pooled, value=_in_16_bits(pooled.value))
         if pooled is not None:
             finite = torch.where(value.isfinite(), value, 0.0)
             largest = finite.abs().amax((2, 3)).float()
-        return Cargo(prepared.operands.key, held, pooled, largest)
+        return Cargo(made.key, held, pooled, largest)
 
     def pack(self, cargo: Cargo, wanted: Tensor, knows: Sequence[int]) -> Tensor:
         """The bytes of the wanted key blocks, bool `[B, Hk, n]`, and of what all need. knows: heads
         whose keys the receiver has, and needs the values of alone."""
-        parts = zip(self._forms, (cargo.key, cargo.value), _each(wanted, knows), strict=True)
+        parts = zip(self._forms, (cargo.key, cargo.value), _blocks_sent(wanted, knows), strict=True)
         tensors = [
             _in_blocks(x, per)[which]
             for form, part, which in parts
@@ -147,7 +145,7 @@ class Shipment:
         B, Hk, _ = wanted.shape
         specs = [
             Spec((int(which.sum()), BLOCK_K // per, *spec.shape[3:]), spec.dtype)
-            for form, which in zip(self._forms, _each(wanted, knows), strict=True)
+            for form, which in zip(self._forms, _blocks_sent(wanted, knows), strict=True)
             for spec, per in form.specs((B, Hk, length))
         ]
         if self._pooled_forms:
@@ -166,7 +164,7 @@ class Shipment:
         tensors = iter(from_bytes(message, self._specs(wanted, list(known), length)))
         B, Hk, n = wanted.shape
         parts = []
-        for form, which in zip(self._forms, _each(wanted, list(known)), strict=True):
+        for form, which in zip(self._forms, _blocks_sent(wanted, list(known)), strict=True):
             whole = []
             for spec, per in form.specs((B, Hk, length)):
                 rows = BLOCK_K // per
@@ -195,27 +193,15 @@ class Shipment:
         keys = _filled(parts[0], key, wanted, group)
         return Cargo(keys, _filled(parts[1], value, wanted, group), pooled)
 
-    def prepare(self, call: Call, query: Tensor, ready: Prepared | None, cargo: Cargo) -> Prepared:
-        """Queries, and the keys of a piece. ready: the queries alone, prepared, where codes
-        travel."""
-        if not self.coded:
-            assert isinstance(cargo.key, Tensor)
-            assert isinstance(cargo.value, Tensor)
-            inputs = Inputs(query, cargo.key, cargo.value, key_mean=self.key_mean)
-            return self.stages.prepare(call, inputs, to_plan=False, to_attend=True)
-        assert ready is not None
-        own = ready.operands
-        operands = Operands(own.query, cargo.key, cargo.value, own.lse_shift)
-        return Prepared(operands, pooled=cargo.pooled)
-
-    def prepare_queries(self, query: Tensor) -> Prepared | None:
-        if not self.coded:
-            return None
-        call = self.call
-        part = replace(call, Lq=query.shape[2], Lk=1, is_causal=False, label="")
-        key, value = (query.new_zeros((call.B, call.Hk, 1, d)) for d in (call.D, call.Dv))
-        inputs = Inputs(query, key, value, key_mean=self.key_mean)
-        return self.stages.prepare(part, inputs, to_plan=False, to_attend=True)
+    def prepare_keys(self, call: Call, cargo: Cargo) -> PreparedKeys:
+        """A piece as the attend stage reads it."""
+        if self.coded:
+            return PreparedKeys(cargo.key, cargo.value, entries=cargo.pooled)
+        assert isinstance(cargo.key, Tensor)
+        assert isinstance(cargo.value, Tensor)
+        return self.stages.prepare_keys(
+            call, cargo.key, cargo.value, mean=self.key_mean, to_plan=False, to_attend=True
+        )
 
 
 def _in_16_bits(value: Tensor | QTensor) -> Tensor | QTensor:
@@ -225,7 +211,7 @@ def _in_16_bits(value: Tensor | QTensor) -> Tensor | QTensor:
     return working(value, "half").to(half_dtype(value.dtype))
 
 
-def _each(wanted: Tensor, knows: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _blocks_sent(wanted: Tensor, knows: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The blocks whose keys travel, and those whose values do."""
     keys = wanted.clone()
     keys[:, list(knows)] = False
@@ -261,11 +247,12 @@ def _bounded(value: Tensor | QTensor, wanted: Tensor, largest: Tensor) -> Tensor
 
 
 def _filled(rows: Tensor | QTensor, means: Tensor, wanted: Tensor, group: int) -> Tensor:
+    """Rows, with those of blocks that did not come replaced by the means of their groups."""
     assert isinstance(rows, Tensor)
     length = rows.shape[2]
-    each = means.repeat_interleave(group, dim=2)[:, :, :length]
+    mean_of_row = means.repeat_interleave(group, dim=2)[:, :, :length]
     came = wanted.repeat_interleave(BLOCK_K, dim=2)[:, :, :length, None]
-    return torch.where(came, rows, each)
+    return torch.where(came, rows, mean_of_row)
 
 
 def bytes_of_dense_ring(call: Call, world: int) -> int:

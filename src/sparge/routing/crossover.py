@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..rules.error_budget import MEASURED as MEASURED_ROWS
-from ..rules.error_budget import surveyed_rows
+from ..rules.error_budget import MEASURED_ROWS, surveyed_rows
 from ..values.backend import ESTIMATED, MEASURED, Estimate
 from ..values.blockplan import BlockPlan
 from ..values.call import Call

@@ -18,7 +18,7 @@ from ..values.blockplan import BlockPlan
 from ..values.call import Call, Inputs
 from ..values.geometry import BLOCK_Q
 from ..values.recipe import KeepFraction, Recipe
-from ..values.stages import Prepared, Stages
+from ..values.stages import Prepared, Stages, prepare
 from ..values.tokenmask import TokenMask
 from .crossover import DENSE_LSE, DENSE_WAY, DTYPES, HEAD_DIMS, WAYS, Crossover, UnitCosts, name_of
 
@@ -136,7 +136,7 @@ class Trial:
             return took
 
         def make_plan() -> tuple[Prepared, BlockPlan]:
-            prepared = stages.prepare(call, Inputs(q, k, v), to_plan=True, to_attend=True)
+            prepared = prepare(stages, call, Inputs(q, k, v), to_plan=True, to_attend=True)
             mass = stages.predict(call, prepared, tokens)
             return prepared, stages.select(call, prepared, mass, tokens)
 

@@ -1,16 +1,19 @@
-"""NOUN a backend: what it refuses, what it costs beside dense attention, and its four stages."""
+"""A backend: what it refuses, what it costs beside dense attention, and its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+from torch import Tensor
 
 from .blockplan import BlockPlan
 from .call import Call
 from .geometry import ROW_GROUP
 from .host import Host
-from .stages import KeySums, PackedStages, Stages
+from .stages import PackedStages, Stages
+from .tokenmask import TokenMask
 
 AUTO, DENSE, CPU = "auto", "dense", "cpu"
 ENV_BACKEND = "SPARGE_BACKEND"
@@ -82,6 +85,14 @@ def torch_capability(host: Host, call: Call) -> str:
     return f"torch {host.device(call.device).capability or call.device}"
 
 
+def with_kinds(backend: Backend, tokens: TokenMask) -> TokenMask:
+    """The same with the kinds of its blocks, where they follow from a caller's mask and the backend
+    computes them once for all stages."""
+    if tokens.attn_mask is None or backend.block_kinds is None:
+        return tokens
+    return replace(tokens, kinds=backend.block_kinds(tokens))
+
+
 def serves_all(host: Host, call: Call) -> str | None:
     return None
 
@@ -99,7 +110,10 @@ class Backend:
     precision; if not, they are run as calls of their own.
     packed: stages that attend packed sequences at once; without them, one after another.
     plain_operands: what it prepares are plain tensors of rows, which may come from elsewhere.
-    key_sums: makes the mean key of sums over blocks, which may come from elsewhere.
+    block_kinds: computes `TokenMask.block_kinds` under a caller's mask, once for all stages of a
+    call; without it, every stage does.
+    sums_keys: its stages make the mean key of sums over blocks (`KeySums`), which may come from
+    elsewhere.
     """
 
     name: str
@@ -112,4 +126,5 @@ class Backend:
     raises_heads: bool = False
     packed: Callable[[], PackedStages] | None = None
     plain_operands: bool = False
-    key_sums: Callable[[], KeySums] | None = None
+    block_kinds: Callable[[TokenMask], Tensor] | None = None
+    sums_keys: bool = False

@@ -1,4 +1,4 @@
-"""NOUN which key blocks each query block reads. Prints itself, counts itself, goes to files.
+"""Which key blocks each query block reads. Prints itself, counts itself, goes to files.
 
 For every `(b, h, i_q)` a count and an ascending list of key-block indices, int32. A plan also
 holds the lengths and the causal diagonal it was made for and is refused for others.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +69,9 @@ class BlockPlan:
     offset: int = 0
     has_mask: bool = False
     measured: Tensor | None = None
+    _valid_at: list[int] = field(init=False, repr=False, default_factory=list)
+    """torch's counts of in-place changes of the tensors when the plan was last known to be valid;
+    empty before. Each plan has its own; `dataclasses.replace` makes a new one."""
 
     @property
     def error(self) -> Tensor | None:
@@ -273,20 +276,19 @@ class BlockPlan:
     @property
     def is_valid(self) -> bool:
         """Made by a stage or validated, and its tensors not changed in place since."""
-        trusted = self.__dict__.get("_trusted")
-        return trusted is not None and trusted == self._versions()
+        return bool(self._valid_at) and self._valid_at == self._versions()
 
     def trust(self) -> BlockPlan:
         """Mark the plan as valid for as long as its tensors are not changed in place."""
-        object.__setattr__(self, "_trusted", self._versions())
+        self._valid_at[:] = self._versions()
         return self
 
-    def _versions(self) -> tuple[int, ...] | None:
-        """torch's counts of in-place changes; None for inference tensors, which have none."""
+    def _versions(self) -> list[int]:
+        """torch's counts of in-place changes; empty for inference tensors, which have none."""
         tensors = [getattr(self, name) for name in _TENSORS]
         if any(x.is_inference() for x in tensors):
-            return None
-        return tuple(x._version for x in tensors)
+            return []
+        return [x._version for x in tensors]
 
     def to(self, device: torch.device | str) -> BlockPlan:
         """The plan on another device; a loaded plan is on the CPU."""

@@ -1,4 +1,4 @@
-"""NOUN one call: `Inputs`, its tensors, and `Call`, its metadata."""
+"""One call: `Inputs`, its tensors, and `Call`, its metadata."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from .recipe import KeepAll, KeepError, Recipe
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call. A plan without `KeepError` needs no value. key_mean: fp32
-    `[B, Hk, D]`, what smoothing takes from the keys; None is the mean of these keys, and a caller
-    that has a part of them gives that of all."""
+    """The tensors of one call. A plan without `KeepError` needs no value."""
 
     query: Tensor
     key: Tensor
     value: Tensor | None
     attn_mask: Tensor | None = None
     block_mask: Tensor | None = None
-    key_mean: Tensor | None = None
 
 
 @dataclass(frozen=True)

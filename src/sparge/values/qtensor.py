@@ -1,4 +1,4 @@
-"""NOUN 8-bit codes with their scales, and the operands of one attention call."""
+"""8-bit codes with their scales, and what pooled entries are made of."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .call import half_dtype
-from .geometry import n_blocks
+from ..support.ordered_sums import mean_over_rows
+from .call import half_dtype, work_dtype
+from .geometry import block_sizes, in_blocks, n_blocks
 
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
@@ -78,19 +79,6 @@ class QTensor:
 
 
 @dataclass(frozen=True)
-class Operands:
-    """What the attend stage reads: the caller's tensors, or codes in their place.
-
-    lse_shift: what smoothing the keys took from every score of a row, fp32 `[B, Hq, Lq]`.
-    """
-
-    query: Tensor | QTensor
-    key: Tensor | QTensor
-    value: Tensor | QTensor
-    lse_shift: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Pooled:
     """Means of `group` consecutive keys and values each, for the blocks that are skipped.
 
@@ -106,10 +94,17 @@ class Pooled:
 
     def heads(self, keys: slice) -> Pooled:
         """Some key heads."""
-        return Pooled(heads_of(self.key, keys), heads_of(self.value, keys), self.group)
+        return Pooled(cut_heads(self.key, keys), cut_heads(self.value, keys), self.group)
 
 
-def heads_of(x: Tensor | QTensor, heads: slice) -> Tensor | QTensor:
+def group_means(x: Tensor, group: int) -> Tensor:
+    """Mean of each `group` rows, fp32 (fp64 for fp64 inputs); 0 where it is not finite."""
+    x = x.to(work_dtype(x.dtype))
+    means = mean_over_rows(in_blocks(x, -2, group), block_sizes(x.shape[2], group, x.device))
+    return means.nan_to_num(0.0, 0.0, 0.0)
+
+
+def cut_heads(x: Tensor | QTensor, heads: slice) -> Tensor | QTensor:
     """Some heads of a tensor, without a copy of its numbers."""
     if not isinstance(x, QTensor):
         return x[:, heads]

@@ -1,12 +1,15 @@
-"""NOUN the four stages of a backend: prepare → predict → select → attend.
+"""The stages of a backend: prepare keys, then queries → predict → select → attend.
 
-    prepare   one pass over query, key and value: block statistics, 8-bit codes, scales
-    predict   the mass map: how much of its attention each query block gives each key block
-    select    the blocks that are kept, a `BlockPlan`
-    attend    online softmax over the kept blocks
+    prepare_keys      one pass over key and value: block statistics, 8-bit codes, scales
+    prepare_queries   one pass over the query, likewise
+    predict           the mass map: how much of its attention each query block gives each key block
+    select            the blocks that are kept, a `BlockPlan`
+    attend            online softmax over the kept blocks
 
-`predict` and `select` are apart because a caller on several machines reduces the mass map between
-them. A module or an object that has all of them satisfies `Stages`.
+Keys and queries are prepared apart because they are needed at different times and places: a ring
+attends the keys of other ranks, and prepared keys may outlive the queries of one call. `predict`
+and `select` are apart because a caller on several machines reduces the mass map between them. A
+module or an object that has all of them satisfies `Stages`.
 """
 
 from __future__ import annotations
@@ -14,74 +17,103 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from .blockplan import BlockPlan
 from .call import Call, Inputs
 from .geometry import BLOCK_Q
-from .qtensor import Operands, Pooled, QTensor, heads_of
+from .qtensor import Pooled, QTensor, cut_heads
 from .tokenmask import TokenMask
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """Pooled tokens `[B, H, n, D]` and self-similarities `[B, H, n]` of q and k, fp32.
+class PreparedQueries:
+    """Queries as the later stages read them.
 
-    None where the recipe does not need them.
+    rows: the caller's tensor, or its 8-bit codes. own: the caller's tensor, which `KeepError`
+    measures with.
+    lse_shift: fp32 `[B, Hq, Lq]`, `scale * q . mean key`, where smoothed keys were coded; the LSE
+    adds it back.
+    pooled `[B, Hq, n_q, D]`, similarity `[B, Hq, n_q]`: block statistics, fp32; None where the
+    recipe needs none.
     """
 
-    q_pooled: Tensor | None = None
-    k_pooled: Tensor | None = None
-    q_similarity: Tensor | None = None
-    k_similarity: Tensor | None = None
+    rows: Tensor | QTensor
+    own: Tensor | None = None
+    lse_shift: Tensor | None = None
+    pooled: Tensor | None = None
+    similarity: Tensor | None = None
+
+    def blocks(self, start: int, stop: int) -> PreparedQueries:
+        """Query blocks `start … stop-1` alone."""
+        rows, blocks = slice(start * BLOCK_Q, stop * BLOCK_Q), slice(start, stop)
+        return replace(
+            self,
+            rows=_cut_rows(self.rows, rows),
+            own=None if self.own is None else self.own[:, :, rows],
+            lse_shift=_cut(self.lse_shift, rows),
+            pooled=_cut(self.pooled, blocks),
+            similarity=_cut(self.similarity, blocks),
+        )
+
+
+@dataclass(frozen=True)
+class PreparedKeys:
+    """Keys and values as the later stages read them; they may outlive the queries of one call.
+
+    key, value: the caller's tensors, or 8-bit codes; value is the key where none was given.
+    own_key, own_value: the caller's tensors, which `KeepError` measures with.
+    mean: fp32 `[B, Hk, D]`, what smoothing subtracted from the keys; None where nothing was
+    smoothed.
+    pooled `[B, Hk, n_k, D]`, similarity `[B, Hk, n_k]`: block statistics as of the queries.
+    entries: what skipped blocks contribute; None if nothing.
+    """
+
+    key: Tensor | QTensor
+    value: Tensor | QTensor
+    own_key: Tensor | None = None
+    own_value: Tensor | None = None
+    mean: Tensor | None = None
+    pooled: Tensor | None = None
+    similarity: Tensor | None = None
+    entries: Pooled | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the later stages read. query, key, value: the caller's own, which `KeepError` measures
-    with. pooled: what skipped blocks contribute; None where they contribute nothing. key_mean: fp32
-    `[B, Hk, D]`, where keys were smoothed."""
+    """The two halves that `predict`, `select` and `attend` read."""
 
-    operands: Operands
-    statistics: Statistics = Statistics()
-    query: Tensor | None = None
-    key: Tensor | None = None
-    value: Tensor | None = None
-    pooled: Pooled | None = None
-    key_mean: Tensor | None = None
-
-    def query_blocks(self, start: int, stop: int) -> Prepared:
-        """The same keys and values with query blocks `start … stop-1` alone."""
-        rows, blocks = slice(start * BLOCK_Q, stop * BLOCK_Q), slice(start, stop)
-        shift, found = self.operands.lse_shift, self.statistics
-        operands = replace(
-            self.operands,
-            query=_rows(self.operands.query, rows),
-            lse_shift=None if shift is None else shift[:, :, rows].contiguous(),
-        )
-        statistics = replace(
-            found,
-            q_pooled=_cut(found.q_pooled, blocks),
-            q_similarity=_cut(found.q_similarity, blocks),
-        )
-        query = None if self.query is None else self.query[:, :, rows]
-        return replace(self, operands=operands, statistics=statistics, query=query)
+    queries: PreparedQueries
+    keys: PreparedKeys
 
     def heads(self, keys: slice, queries: slice) -> Prepared:
         """Some key heads and their query heads, to attend."""
-        own = self.operands
-        shift = own.lse_shift
+        own, shift, entries = self.keys, self.queries.lse_shift, self.keys.entries
         return Prepared(
-            Operands(
-                heads_of(own.query, queries),
-                heads_of(own.key, keys),
-                heads_of(own.value, keys),
-                None if shift is None else shift[:, queries].contiguous(),
+            PreparedQueries(
+                cut_heads(self.queries.rows, queries),
+                lse_shift=None if shift is None else shift[:, queries].contiguous(),
             ),
-            pooled=None if self.pooled is None else self.pooled.heads(keys),
+            PreparedKeys(
+                cut_heads(own.key, keys),
+                cut_heads(own.value, keys),
+                entries=None if entries is None else entries.heads(keys),
+            ),
         )
+
+
+def prepare(
+    stages: Stages, call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool
+) -> Prepared:
+    """Keys and queries of one call; keys first, because the LSE shift of the queries needs their
+    mean."""
+    keys = stages.prepare_keys(call, inputs.key, inputs.value, to_plan=to_plan, to_attend=to_attend)
+    queries = stages.prepare_queries(
+        call, inputs.query, mean=keys.mean, to_plan=to_plan, to_attend=to_attend
+    )
+    return Prepared(queries, keys)
 
 
 def raised_key_heads(plan: BlockPlan, Hk: int) -> list[bool]:
@@ -146,10 +178,28 @@ class Stages(Protocol):
     """What a backend implements. Inputs are checked and on one device; autograd and autocast are
     off. `call` holds shapes, scale and recipe; `tokens` which pairs may attend."""
 
-    def prepare(self, call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
-        """One pass. to_plan: statistics (and codes) that predict reads; to_attend: the operands
-        of attend, and with `skipped="pool"` the pooled entries. Without a value, what planning
-        alone needs."""
+    def prepare_keys(
+        self,
+        call: Call,
+        key: Tensor,
+        value: Tensor | None,
+        *,
+        mean: Tensor | None = None,
+        to_plan: bool,
+        to_attend: bool,
+    ) -> PreparedKeys:
+        """One pass over keys and values. to_plan: statistics (and codes) that predict reads;
+        to_attend: what attend reads, and with `skipped="pool"` the pooled entries. Without a
+        value, what planning alone needs.
+
+        mean: fp32 `[B, Hk, D]`. Defaults to the mean of `key`. A caller that holds part of the
+        sequence passes the mean over all of it."""
+        ...
+
+    def prepare_queries(
+        self, call: Call, query: Tensor, *, mean: Tensor | None, to_plan: bool, to_attend: bool
+    ) -> PreparedQueries:
+        """One pass over the queries. mean: `PreparedKeys.mean`, for `lse_shift`."""
         ...
 
     def predict(self, call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
@@ -174,15 +224,16 @@ class Stages(Protocol):
         ...
 
 
+@runtime_checkable
 class KeySums(Protocol):
-    """What a backend whose mean key can be made of parts implements besides `Stages`."""
+    """What the stages of a backend with `Backend.sums_keys` have besides `Stages`."""
 
     def sum_keys(self, key: Tensor) -> Tensor:
-        """Of each key block, `[B, Hk, n, D]`: what the mean is made of."""
+        """Of each key block, `[B, Hk, n_k, D]`: what the mean is made of."""
         ...
 
     def mean_of_sums(self, sums: Tensor, n_keys: int) -> Tensor:
-        """The mean `[B, Hk, D]` that `prepare` computes of all keys, of the sums of all blocks."""
+        """The mean `[B, Hk, D]` that `prepare_keys` computes, from the sums of all blocks."""
         ...
 
 
@@ -213,7 +264,7 @@ class PackedStages(Protocol):
         ...
 
 
-def _rows(x: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
+def _cut_rows(x: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
     if not isinstance(x, QTensor):
         return x[:, :, rows].contiguous()
     per = x.rows_per_scale
@@ -222,5 +273,5 @@ def _rows(x: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
     return QTensor(x.codes[:, :, rows].contiguous(), x.scale[:, :, scales].contiguous(), per)
 
 
-def _cut(x: Tensor | None, blocks: slice) -> Tensor | None:
-    return None if x is None else x[:, :, blocks].contiguous()
+def _cut(x: Tensor | None, part: slice) -> Tensor | None:
+    return None if x is None else x[:, :, part].contiguous()

@@ -1,4 +1,4 @@
-"""NOUN which token pairs may attend: the causal diagonal and the caller's mask.
+"""Which token pairs may attend: the causal diagonal and the caller's mask.
 
 `region()` returns the allowed pairs of a rectangle; `block_kinds()` classifies every block as
 excluded, mixed or open. Nothing of size Lq x Lk is allocated; a mask keeps the size it came with.
@@ -6,7 +6,7 @@ excluded, mixed or open. Nothing of size Lq x Lk is allocated; a mask keeps the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,11 +27,26 @@ class TokenMask:
     """Query row `i` stands at key position `i + offset`; a causal row sees keys up to there."""
     attn_mask: Tensor | None = None
     """Bool (True may attend) or additive float, viewed as 4-D: `[1|B, 1|Hq, 1|Lq, 1|Lk]`."""
+    kinds: Tensor | None = None
+    """What `block_kinds` returns, computed ahead for all stages of a call (`with_kinds`)."""
 
     @property
     def hides_nothing(self) -> bool:
         """True when every pair may attend and no bias is added, as for one query after all keys."""
         return self.attn_mask is None and not (self.is_causal and self.offset < self.Lk - 1)
+
+    @property
+    def diagonal(self) -> TokenMask:
+        """The same without the caller's mask."""
+        return TokenMask(self.Lq, self.Lk, self.is_causal, self.offset)
+
+    def heads(self, queries: slice) -> TokenMask:
+        """Some query heads."""
+        mask, kinds = self.attn_mask, self.kinds
+        if mask is None or mask.shape[1] == 1:
+            return self
+        kinds = None if kinds is None else kinds[:, queries].contiguous()
+        return replace(self, attn_mask=mask[:, queries], kinds=kinds)
 
     def region(
         self, b: int, h: int, rows: Index, cols: Index, device: torch.device
@@ -55,6 +70,8 @@ class TokenMask:
 
     def block_kinds(self, device: torch.device) -> Tensor:
         """EXCLUDED, MIXED or OPEN for each block, int8 `[1|B, 1|Hq, n_q, n_k]`."""
+        if self.kinds is not None:
+            return self.kinds
         if self.attn_mask is None:
             return self._causal_kinds(device)[None, None]
         rows = [self._kinds_of_row(i_q, device) for i_q in range(n_blocks(self.Lq, BLOCK_Q))]
@@ -82,8 +99,7 @@ class TokenMask:
         else:
             allowed, plain = mask != float("-inf"), mask == 0
         if self.is_causal:
-            diagonal = TokenMask(self.Lq, self.Lk, True, self.offset)
-            causal, _ = diagonal.region(0, 0, rows, slice(None), device)
+            causal, _ = self.diagonal.region(0, 0, rows, slice(None), device)
             assert causal is not None
             allowed, plain = allowed & causal, plain & causal
         allowed = allowed.expand(*allowed.shape[:3], self.Lk)

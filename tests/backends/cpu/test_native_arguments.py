@@ -179,9 +179,15 @@ def test_indices_that_are_no_ascending_key_blocks(case, kept):
 
 
 def test_padding_behind_the_count_is_not_read():
-    arguments = attend(INT8)
-    arguments["indices"][..., 2:] = 2**30
-    call("attend", arguments)
+    found = []
+    for padding in (-1, 2**30):
+        arguments = attend(INT8)
+        arguments["indices"][..., 2:] = padding
+        call("attend", arguments)
+        found.append([arguments[name] for name in ("out", "lse", "pv_skips")])
+    assert found[0][0].isfinite().any()
+    for expected, ours in zip(*found, strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_padding_behind_the_count_is_pooled_like_any_skipped_block():

@@ -11,14 +11,14 @@ from sparge import KeepError, Recipe
 from sparge.backends.cpu import library as native
 from sparge.backends.cpu import select as cpu
 from sparge.backends.cpu.op_arguments import scored_parts, token_parts
-from sparge.backends.reference import checked_rows
+from sparge.backends.reference import budget_rows
 from sparge.backends.reference.select import first_steps
 from sparge.engine.check import check_call
 from sparge.routing import get_backend
 from sparge.rules import error_budget as budget
-from sparge.rules import error_budget_decision as budget_decision
 from sparge.values.call import Inputs
 from sparge.values.recipe import PRECISIONS
+from sparge.values.stages import prepare
 from sparge.values.tokenmask import EXCLUDED, TokenMask
 
 pytestmark = pytest.mark.skipif(native.why_missing() is not None, reason="no native core")
@@ -59,14 +59,14 @@ class Case:
         self.inputs = Inputs(*tensors)
         self.tokens = TokenMask(Lq, Lk, is_causal, self.call.offset, mask)
         stages = get_backend("cpu").stages()
-        self.prepared = stages.prepare(self.call, self.inputs, to_plan=True, to_attend=True)
+        self.prepared = prepare(stages, self.call, self.inputs, to_plan=True, to_attend=True)
         may = self.tokens.block_kinds(torch.device("cpu")) != EXCLUDED
         shape = (2, Hq, self.call.n_q, self.call.n_k)
         may = may.expand(shape)
         self.first = first_steps(torch.rand(shape, generator=rng), may).masked_fill(~may, -1)
         self.rows = torch.arange(3, Lq, max(1, Lq // 20)).expand(2, Hq, -1).contiguous()
         self.scored = (
-            *scored_parts(self.prepared.operands),
+            *scored_parts(self.prepared),
             PRECISIONS.index(precision),
             self.call.scale,
         )
@@ -209,7 +209,7 @@ def test_the_decision_is_that_of_the_reference(Hk, may_raise, kind):
         _, survey = survey_at_random(rng, kind)
         measured = measured_at_random(rng, kind)
         keep = KeepError((0.01, 0.03, 0.05, 0.2))
-        expected = budget_decision.decide(survey, measured, keep, Hk, may_raise=may_raise)
+        expected = budget.decide(survey, measured, keep, Hk, may_raise=may_raise)
         step = torch.full((2, 4), -7)
         out = torch.full((3, 2, 4), 7.0, dtype=F64)
         native.ops().decide(
@@ -262,7 +262,7 @@ def test_deviations(isa, dtype, L, D):
     n_q = -(-L // 128)
     deviation, energy = torch.full((2, 3, L), 7.0), torch.full((2, 3, n_q), 7.0)
     native.ops().deviations(query, deviation, energy, native.isa_number())
-    expected = checked_rows.deviations(query)
+    expected = budget_rows.deviations(query)
     torch.testing.assert_close(deviation, expected[0], rtol=1e-4, atol=1e-4, equal_nan=True)
     torch.testing.assert_close(energy, expected[1], rtol=1e-4, atol=1e-4, equal_nan=True)
 
@@ -277,8 +277,8 @@ def test_surveyed_masses(isa, name):
     weights[0, ..., 7] = 0.0
     weights /= weights.sum(-1, True)
     found = case.survey(rows, weights)
-    args = (case.call, case.prepared.operands, case.first, case.tokens, rows)
-    expected = checked_rows.dropped_masses(*args)
+    args = (case.call, case.prepared, case.first, case.tokens, rows)
+    expected = budget_rows.dropped_masses(*args)
     near = 1e-4 if case.call.recipe.precision != "half" else 5e-3
     torch.testing.assert_close(found.dropped, expected, rtol=near, atol=near)
     summary = budget.summarize(budget.SurveyedRows(rows, weights), found.dropped)
@@ -294,7 +294,7 @@ def test_measured_errors(isa, name):
     case = Case(**CASES[name])
     found = case.step_errors()
     args = (case.call, case.prepared, case.first, case.tokens, case.rows)
-    skipping, total, whole = checked_rows.step_errors(*args)
+    skipping, total, whole = budget_rows.step_errors(*args)
     size = whole.mean()
     near = {"exact": 1e-5, "half": 0.01}.get(case.call.recipe.precision, 0.006)
     torch.testing.assert_close(found[2], whole, rtol=near, atol=near * float(size))
@@ -315,8 +315,8 @@ def test_a_block_far_below_the_others_has_no_error_that_is_not_finite(isa):
         key[:, :, 128:] = -exponent * math.log(2) * 8 * direction
         case.inputs = Inputs(query, key, value)
         stages = get_backend("cpu").stages()
-        case.prepared = stages.prepare(case.call, case.inputs, to_plan=True, to_attend=True)
-        case.scored = (*scored_parts(case.prepared.operands), 1, case.call.scale)
+        case.prepared = prepare(stages, case.call, case.inputs, to_plan=True, to_attend=True)
+        case.scored = (*scored_parts(case.prepared), 1, case.call.scale)
         assert all(x.isfinite().all() for x in case.step_errors())
 
 
@@ -329,7 +329,7 @@ def test_what_is_not_finite_keeps_everything_of_its_head(isa, which, precision):
     for backend in ("cpu", "reference"):
         case = Case(precision=precision, spoil={which: where}, Lq=256, Lk=256)
         stages = get_backend(backend).stages()
-        prepared = stages.prepare(case.call, case.inputs, to_plan=True, to_attend=True)
+        prepared = prepare(stages, case.call, case.inputs, to_plan=True, to_attend=True)
         mass = stages.predict(case.call, prepared, case.tokens)
         keep[backend] = stages.select(case.call, prepared, mass, case.tokens)
     counts = [plan.counts for plan in keep.values()]
@@ -359,7 +359,7 @@ def test_bits_depend_on_neither_threads_nor_batch(isa):
         *alone, enable_gqa=True, recipe=recipe, is_causal=True, causal_align="bottom_right"
     )
     stages = get_backend("cpu").stages()
-    prepared = stages.prepare(call, Inputs(*alone), to_plan=True, to_attend=True)
+    prepared = prepare(stages, call, Inputs(*alone), to_plan=True, to_attend=True)
     plan = cpu.select(call, prepared, mass[1:], case.tokens)
     # Precision is raised for a key head as a whole: only its bits may follow the batch.
     assert torch.equal(plan.measured[2, 0], found[0][2, 1])

@@ -13,7 +13,7 @@ from test_varlen import packed as a_pack
 import sparge
 from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe, attention_varlen
 from sparge.backends.cpu import library as native
-from sparge.backends.cpu import packed
+from sparge.backends.cpu import varlen
 from sparge.backends.cpu.cost import COST
 from sparge.backends.cpu.crossover import BUILT_IN
 from sparge.routing.crossover import UnitCosts
@@ -306,4 +306,4 @@ def test_a_pack_that_saves_less_than_it_costs_is_left_to_torch():
         recipe=Recipe(KeepAll(), precision="exact"), backend="auto", return_lse=False,
     )  # fmt: skip
     assert COST.dense_in_pack({0: call}) == {}
-    assert packed.faster_than_dense({}) == {}
+    assert varlen.faster_than_dense({}) == {}

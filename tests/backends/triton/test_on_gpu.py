@@ -21,7 +21,7 @@ from sparge.backends.reference import REFERENCE
 from sparge.routing import register_backend, unregister_backend
 from sparge.values.call import Inputs
 from sparge.values.qtensor import QTensor
-from sparge.values.stages import Saved
+from sparge.values.stages import Saved, prepare
 from sparge.values.tokenmask import TokenMask
 
 TESTS = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def passed_between_stages():
     stages = REFERENCE.stages()
     tokens = TokenMask(140, 200, attn_mask=torch.ones(1, 1, 140, 200, dtype=torch.bool))
     inputs = Inputs(q, k, v, tokens.attn_mask)
-    prepared = stages.prepare(call, inputs, to_plan=True, to_attend=True)
+    prepared = prepare(stages, call, inputs, to_plan=True, to_attend=True)
     plan = stages.select(call, prepared, stages.predict(call, prepared, tokens), tokens)
     attended = stages.attend(call, prepared, plan, tokens)
     saved = Saved(q, k, v, attended.out, attended.out, attended.lse)
@@ -69,11 +69,11 @@ def test_every_tensor_is_moved_once():
 
 def test_codes_and_pooled_entries_are_among_them():
     prepared = passed_between_stages()[1]
-    assert isinstance(prepared.operands.query, QTensor)
-    assert prepared.pooled is not None
+    assert isinstance(prepared.queries.rows, QTensor)
+    assert prepared.keys.entries is not None
     there = moved(prepared, lambda x: x.to("meta"))
     assert {x.device.type for x in tensors_in(there)} == {"meta"}
-    assert there.operands.query.rows_per_scale == prepared.operands.query.rows_per_scale
+    assert there.queries.rows.rows_per_scale == prepared.queries.rows.rows_per_scale
 
 
 def test_what_holds_no_tensors_is_itself():
@@ -99,14 +99,14 @@ def test_stages_see_the_device_and_callers_get_their_own_back():
     call = call_of(q, k, v)
 
     class Echo:
-        def prepare(self, call, inputs, *, to_plan):
+        def prepare_keys(self, call, key, value, *, mean, to_plan):
             assert call.device == "meta"
-            assert {x.device.type for x in inputs[:3]} == {"meta"}
+            assert {x.device.type for x in (key, value, mean)} == {"meta"}
             assert to_plan
-            return inputs
+            return key, value, mean
 
-    back = StagesOn(Echo(), "meta").prepare(call, Inputs(q, k, v), to_plan=True)
-    assert [a is b for a, b in zip(back[:3], (q, k, v), strict=True)] == [True] * 3
+    back = StagesOn(Echo(), "meta").prepare_keys(call, k, v, mean=q, to_plan=True)
+    assert [a is b for a, b in zip(back, (k, v, q), strict=True)] == [True] * 3
 
 
 def test_a_call_is_refused_as_it_would_be_there():

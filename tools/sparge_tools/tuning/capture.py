@@ -22,7 +22,7 @@ from sparge.support.autocast import without_autocast
 from sparge.values.call import Call, Inputs, work_dtype
 from sparge.values.geometry import BLOCK_Q, block_range, diagonal_offset, n_blocks, sampled_rows
 from sparge.values.recipe import Recipe
-from sparge.values.stages import Prepared
+from sparge.values.stages import Prepared, prepare
 from sparge.values.tokenmask import TokenMask, as_4d
 
 BLOCKS = 8
@@ -145,7 +145,7 @@ def prepare_capture(capture: Capture, recipe: Recipe, backend: Backend) -> Prepa
     """One pass over the keys for all kept blocks."""
     inputs = Inputs(capture.query, capture.key, capture.value)
     call = _call_of(capture, recipe)
-    return backend.stages().prepare(call, inputs, to_plan=True, to_attend=True)
+    return prepare(backend.stages(), call, inputs, to_plan=True, to_attend=True)
 
 
 def exact_output(capture: Capture) -> Tensor:
@@ -181,7 +181,8 @@ def run_captured(capture: Capture, recipe: Recipe, exact: Tensor, *, backend: Ba
         stages, whole = backend.stages(), prepare_capture(capture, recipe, backend)
         for i in range(len(capture.starts)):
             tokens, rows = capture.tokens(i), capture.rows(i)
-            prepared, call = whole.query_blocks(i, i + 1), _call_of(capture, recipe, i)
+            prepared = replace(whole, queries=whole.queries.blocks(i, i + 1))
+            call = _call_of(capture, recipe, i)
             mass = stages.predict(call, prepared, tokens) if call.predicts else None
             plan = stages.select(call, prepared, mass, tokens)
             done = stages.attend(call, prepared, plan, tokens)

@@ -75,8 +75,8 @@ class CaptureScorer:
     def __init__(self, capture: Capture, recipe: Recipe, backend: Backend) -> None:
         self.capture, self.recipe = capture, recipe
         self.exact = exact_output(capture)
-        operands = prepare_capture(capture, recipe, backend).operands
-        numbers = (operands.query, operands.key, operands.value)
+        prepared = prepare_capture(capture, recipe, backend)
+        numbers = (prepared.queries.rows, prepared.keys.key, prepared.keys.value)
         self.q, self.k, self.v = (self._numbers(x) for x in numbers)
         self.q_statistics = block_statistics(capture.query, BLOCK_Q)
         self.k_statistics = block_statistics(smooth_keys(capture.key), BLOCK_K)

@@ -7,9 +7,10 @@ import torch
 from ...values.backend import CPU, Backend
 from ...values.call import Call
 from ...values.host import Host
-from ...values.stages import KeySums, PackedStages, Stages
+from ...values.stages import PackedStages, Stages
 from . import library
 from .cost import COST
+from .op_arguments import block_kinds
 
 # Read once: a graph being traced then sees constants.
 MISSING, ISAS = library.why_missing(), library.available()
@@ -22,15 +23,9 @@ def _stages() -> Stages:
 
 
 def _packed() -> PackedStages:
-    from . import packed
+    from . import varlen
 
-    return packed
-
-
-def _key_sums() -> KeySums:
-    from . import key_sums
-
-    return key_sums
+    return varlen
 
 
 def _refusal(host: Host, call: Call) -> str | None:
@@ -51,6 +46,7 @@ CPU_BACKEND = Backend(
     COST,
     isa=lambda host, call: library.chosen_isa(ISAS),
     plain_operands=True,
-    key_sums=_key_sums,
+    block_kinds=block_kinds,
+    sums_keys=True,
     packed=_packed,
 )

@@ -14,15 +14,13 @@ from ...values.recipe import PRECISIONS, heads_of
 from ...values.stages import Attended, Gradients, Prepared, Saved
 from ...values.tokenmask import TokenMask
 from . import library
-from .op_arguments import parts_of, pooled_parts, token_parts
+from .op_arguments import parts_of, pooled_parts, scored_parts, token_parts
 
 
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
-    operands = prepared.operands
-    q, q_scale, q_rows = parts_of(operands.query)
-    k, k_scale, k_rows = parts_of(operands.key)
-    v, v_scale, _ = parts_of(operands.value)
-    entries = pooled_parts(prepared.pooled)
+    queries, keys = prepared.queries, prepared.keys
+    q, k, *scales = scored_parts(prepared)
+    v, v_scale = parts_of(keys.value)
     out = q.new_empty((call.B, call.Hq, call.Lq, call.Dv), dtype=call.dtype)
     lse = q.new_empty((call.B, call.Hq, call.Lq), dtype=torch.float32)
     pv_skips = torch.empty_like(plan.counts)
@@ -30,13 +28,10 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
         q,
         k,
         v,
-        q_scale,
-        q_rows,
-        k_scale,
-        k_rows,
+        *scales,
         v_scale,
-        *entries,
-        operands.lse_shift,
+        *pooled_parts(keys.entries),
+        queries.lse_shift,
         pv_skip_of(call),
         plan.counts.contiguous(),
         plan.indices.contiguous(),

@@ -9,33 +9,33 @@ from torch import Tensor
 
 from ...values.call import Call
 from ...values.geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...values.qtensor import Operands, Pooled, QTensor
+from ...values.qtensor import Pooled, QTensor
 from ...values.recipe import heads_of
+from ...values.stages import Prepared
 from ...values.tokenmask import TokenMask
 from . import library
 
+ROWS_PER_SCALE = 1
+"""Rows of Q and K that share a scale; the ops take any number."""
 
-def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
-    """`(numbers or codes, scale, rows per scale)`."""
-    if isinstance(x, QTensor):
-        return x.codes, x.scale.contiguous(), x.rows_per_scale
-    return x, None, 1
+
+def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None]:
+    """Numbers, or codes and their scales."""
+    return (x.codes, x.scale.contiguous()) if isinstance(x, QTensor) else (x, None)
 
 
 def pooled_parts(pooled: Pooled | None) -> tuple[Any, ...]:
     """`pooled_key, pooled_value, pooled_k_scale, pooled_v_scale, pool_group`."""
     if pooled is None:
         return None, None, None, None, 1
-    k, k_scale, _ = parts_of(pooled.key)
-    v, v_scale, _ = parts_of(pooled.value)
+    (k, k_scale), (v, v_scale) = parts_of(pooled.key), parts_of(pooled.value)
     return k, v, k_scale, v_scale, pooled.group
 
 
-def scored_parts(operands: Operands) -> tuple[Any, ...]:
+def scored_parts(prepared: Prepared) -> tuple[Any, ...]:
     """`query, key, q_scale, q_rows_per_scale, k_scale, k_rows_per_scale`."""
-    q, *q_scale = parts_of(operands.query)
-    k, *k_scale = parts_of(operands.key)
-    return q, k, *q_scale, *k_scale
+    (q, q_scale), (k, k_scale) = parts_of(prepared.queries.rows), parts_of(prepared.keys.key)
+    return q, k, q_scale, ROWS_PER_SCALE, k_scale, ROWS_PER_SCALE
 
 
 def min_similarity(call: Call) -> Tensor | None:
@@ -48,20 +48,19 @@ def min_similarity(call: Call) -> Tensor | None:
 
 def token_parts(tokens: TokenMask) -> tuple[Tensor | None, Tensor | None, bool, int]:
     """`mask, kinds, is_causal, offset`."""
-    return tokens.attn_mask, kinds_of(tokens), tokens.is_causal, tokens.offset
+    kinds = tokens.kinds
+    if kinds is None and tokens.attn_mask is not None:
+        kinds = block_kinds(tokens)
+    return tokens.attn_mask, kinds, tokens.is_causal, tokens.offset
 
 
-def kinds_of(tokens: TokenMask) -> Tensor | None:
-    """Kinds of blocks under the caller's mask, computed once for all stages of a call; None without
-    a mask, where the kernels derive them from the diagonal."""
+def block_kinds(tokens: TokenMask) -> Tensor:
+    """Kinds of blocks under the caller's mask. Without one, the kernels derive them from the
+    diagonal."""
     mask = tokens.attn_mask
-    if mask is None:
-        return None
-    known: Tensor | None = tokens.__dict__.get("_kinds")
-    if known is None:
-        n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
-        known = mask.new_empty((*mask.shape[:2], n_q, n_k), dtype=torch.int8)
-        facts = (tokens.Lq, tokens.Lk, tokens.is_causal, tokens.offset)
-        library.ops().block_kinds(mask, *facts, known, library.isa_number())
-        object.__setattr__(tokens, "_kinds", known)
-    return known
+    assert mask is not None
+    n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
+    kinds = mask.new_empty((*mask.shape[:2], n_q, n_k), dtype=torch.int8)
+    facts = (tokens.Lq, tokens.Lk, tokens.is_causal, tokens.offset)
+    library.ops().block_kinds(mask, *facts, kinds, library.isa_number())
+    return kinds

@@ -15,15 +15,15 @@ from .op_arguments import min_similarity, scored_parts, token_parts
 
 def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
     """0 where no pair may attend; NaN in every other block of a row that is not known."""
-    found, recipe = prepared.statistics, call.recipe
+    keys, recipe = prepared.keys, call.recipe
     mass = torch.empty((call.B, call.Hq, call.n_q, call.n_k), dtype=torch.float32)
     library.ops().predict(
-        *scored_parts(prepared.operands),
+        *scored_parts(prepared),
         PRECISIONS.index(recipe.precision),
         call.scale,
-        found.q_pooled,
-        found.k_pooled,
-        found.k_similarity,
+        prepared.queries.pooled,
+        keys.pooled,
+        keys.similarity,
         min_similarity(call),
         *token_parts(tokens),
         PREDICTORS.index(recipe.predictor),

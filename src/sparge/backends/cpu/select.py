@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +12,7 @@ from ...rules import error_budget as budget
 from ...rules.forced_blocks import forced_blocks
 from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import Call
-from ...values.qtensor import QTensor
+from ...values.qtensor import Pooled, QTensor
 from ...values.recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, heads_of
 from ...values.stages import Prepared
 from ...values.tokenmask import TokenMask
@@ -34,12 +33,11 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
         assert mass is not None
         measured = _select_by_error(call, prepared, mass, tokens, lists)
         return plan_from_lists(*lists, tokens, measured=measured)
-    found = prepared.statistics
     library.ops().select(
         mass,
         *amount_of(call),
-        found.q_similarity,
-        found.k_similarity,
+        prepared.queries.similarity,
+        prepared.keys.similarity,
         min_similarity(call),
         _forced(call, tokens),
         *token_parts(tokens),
@@ -61,14 +59,13 @@ def _select_by_error(
     """Measures every step, then writes the lists of the step that each head takes."""
     keep, isa = call.recipe.keep, library.isa_number()
     assert isinstance(keep, KeepError)
-    assert prepared.query is not None
+    assert prepared.queries.own is not None
     counts, indices, allowed = lists
     ops, where = library.ops(), token_parts(tokens)
     forced = _forced(call, tokens)
     ops.first_steps(mass, _step_masses(), forced, *where, call.Lq, call.Lk, indices, allowed, isa)
-    surveyed = _choose_rows(call, prepared.query, keep)
-    scored = scored_parts(prepared.operands)
-    scored = (*scored, PRECISIONS.index(call.recipe.precision), call.scale)
+    surveyed = _choose_rows(call, prepared.queries.own, keep)
+    scored = (*scored_parts(prepared), PRECISIONS.index(call.recipe.precision), call.scale)
     dropped = torch.empty((*surveyed.rows.shape, budget.N_STEPS))
     facts = torch.empty((3, 2, call.B, call.Hq, budget.N_STEPS), dtype=torch.float64).unbind()
     given = (surveyed.rows, surveyed.weights)
@@ -109,7 +106,7 @@ def _measured_steps() -> Tensor:
 
 @lru_cache(maxsize=1)
 def _rules() -> tuple[Any, ...]:
-    """The numbers of budget.py, in the order of the op."""
+    """The numbers of rules/error_budget.py, in the order of the op."""
     return (
         torch.tensor(budget.NEXT_MEASURED, dtype=torch.int32),
         torch.tensor(budget.SPARSER, dtype=torch.int32),
@@ -163,7 +160,7 @@ def _draw_measured(
     surveyed: budget.SurveyedRows, survey: budget.Survey
 ) -> tuple[Tensor, Tensor, Tensor]:
     steps = _measured_steps()
-    rows = surveyed.rows.new_empty((*surveyed.rows.shape[:2], budget.MEASURED))
+    rows = surveyed.rows.new_empty((*surveyed.rows.shape[:2], budget.MEASURED_ROWS))
     weights = torch.empty(rows.shape, dtype=torch.float64)
     dropped = torch.empty((*rows.shape, len(steps)))
     library.ops().draw_measured(
@@ -191,10 +188,9 @@ def _step_errors(
     rows: Tensor,
     tokens: TokenMask,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    own = (prepared.query, prepared.key) if call.rounds else (None, None)
-    codes = v_scale = None
-    if isinstance(prepared.operands.value, QTensor):
-        codes, v_scale = prepared.operands.value.codes, prepared.operands.value.scale.contiguous()
+    keys = prepared.keys
+    own = (prepared.queries.own, keys.own_key) if call.rounds else (None, None)
+    codes, v_scale = parts_of(keys.value) if isinstance(keys.value, QTensor) else (None, None)
     steps = _measured_steps()
     skipping = torch.empty((*rows.shape, len(steps)), dtype=torch.float64)
     total = torch.empty((*rows.shape, len(steps) + 1), dtype=torch.float64)
@@ -202,10 +198,10 @@ def _step_errors(
     library.ops().step_errors(
         *scored,
         *own,
-        prepared.value,
+        keys.own_value,
         codes,
         v_scale,
-        *_pooled_parts(prepared),
+        *_pooled_parts(keys.entries),
         first,
         budget.N_STEPS,
         steps,
@@ -219,12 +215,13 @@ def _step_errors(
     return skipping, total, whole
 
 
-def _pooled_parts(prepared: Prepared) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+def _pooled_parts(
+    pooled: Pooled | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
     """`pooled_key, pooled_k_scale, pooled_value, pool_group`; 8-bit values as numbers."""
-    pooled = prepared.pooled
     if pooled is None:
         return None, None, None, 1
-    key, k_scale, _ = parts_of(pooled.key)
+    key, k_scale = parts_of(pooled.key)
     value = pooled.value
     value = value.dequantize() if isinstance(value, QTensor) else value
     return key, k_scale, value, pooled.group
@@ -233,7 +230,7 @@ def _pooled_parts(prepared: Prepared) -> tuple[Tensor | None, Tensor | None, Ten
 def _forced(call: Call, tokens: TokenMask) -> Tensor:
     """The forced blocks; they follow from lengths and recipe."""
     find = _cached_forced if call.n_q * call.n_k <= SMALL else forced_blocks
-    return find(replace(tokens, attn_mask=None), call.recipe, torch.device("cpu"))
+    return find(tokens.diagonal, call.recipe, torch.device("cpu"))
 
 
 def amount_of(call: Call) -> tuple[int, Tensor]:

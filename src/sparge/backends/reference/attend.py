@@ -1,4 +1,4 @@
-"""Online softmax over the kept blocks, one query block of one head at a time.
+"""Online softmax over the kept blocks, one query block of one head at a time, and its gradient.
 
     for each kept key block j, ascending:
         s        = scores of the block, base 2                          [rows, keys]
@@ -12,6 +12,12 @@
 
 Rows with nothing to attend give zeros and -inf. A row that is not finite, or keeps a block that
 is not, or pools one, gives NaN: never a plausible number in its place.
+
+The gradient of the unquantized precisions; plan and skipped row groups are constants:
+    p  = softmax(s) over the kept keys, less the skipped groups
+    dv = pᵀ · do
+    ds = p ∘ (do · vᵀ - delta),  delta = rowsum(do ∘ out) - dlse
+    dq = scale · ds · k,  dk = scale · dsᵀ · q
 """
 
 from __future__ import annotations
@@ -27,9 +33,9 @@ from ...support.ordered_sums import LN2, LOG2E, dot, exp2, fold_sum, shift_of
 from ...values.blockplan import BlockPlan
 from ...values.call import Call, half_dtype, work_dtype
 from ...values.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, block_sizes, in_blocks
-from ...values.qtensor import Operands, QTensor, finite_rows, working
+from ...values.qtensor import Pooled, QTensor, finite_rows, working
 from ...values.recipe import heads_of
-from ...values.stages import Attended, Prepared
+from ...values.stages import Attended, Gradients, Prepared, PreparedKeys, Saved
 from ...values.tokenmask import OPEN, Index, TokenMask
 from .scores import HeadScores
 
@@ -51,35 +57,37 @@ class Tile:
 class Entries:
     """The pooled entries of one query block of one head.
 
-    operands: with the pooled keys and values. log_sizes: log2 of the keys of every entry `[n]`.
-    active: the entries of the skipped open blocks. blocks: those blocks.
+    log_sizes: log2 of the keys of every entry `[n]`. active: the entries of the skipped open
+    blocks. blocks: those blocks.
     """
 
-    operands: Operands
+    pooled: Pooled
     log_sizes: Tensor
     active: Tensor
     blocks: list[int]
 
 
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
-    operands, recipe, dtype = prepared.operands, call.recipe, call.dtype
+    queries, keys, recipe, dtype = prepared.queries, prepared.keys, call.recipe, call.dtype
     device = plan.counts.device
     out = torch.empty((call.B, call.Hq, call.Lq, call.Dv), dtype=dtype, device=device)
     lse = torch.empty((call.B, call.Hq, call.Lq), dtype=work_dtype(dtype), device=device)
     pv_skips = torch.zeros_like(plan.counts)
     pv_skip = heads_of(recipe.pv_skip, call.Hq, none=math.inf)
-    finite_q, finite_k = finite_rows(operands.query), _finite_blocks(operands)
+    finite_q, finite_k = finite_rows(queries.rows), _finite_blocks(keys)
     work = work_dtype(dtype) if recipe.precision == "exact" else torch.float32
-    largest = _largest_values(operands.value)
+    largest = _largest_values(keys.value)
     is_open = (tokens.block_kinds(device) == OPEN).expand(call.B, call.Hq, call.n_q, call.n_k)
     for b, h, i_q, kept in kept_blocks(plan):
         rows = block_range(i_q, BLOCK_Q, call.Lq)
-        head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=recipe.precision)
+        head = HeadScores(
+            queries.rows, keys.key, tokens, b, h, scale=call.scale, precision=recipe.precision
+        )
         bound = min(largest[b][head.h_k], torch.finfo(dtype).max)
         headroom = _headroom(bound, tokens.Lk, work)
-        pooled = _entries(call, prepared, is_open[b, h, i_q], kept)
+        pooled = _entries(call, keys.entries, is_open[b, h, i_q], kept)
         row_max, row_sum, acc, skipped = _online_softmax(
-            head, rows, kept, pooled, pv_skip[h], dtype, work, headroom
+            head, keys.value, rows, kept, pooled, pv_skip[h], dtype, work, headroom
         )
         read = kept if pooled is None else kept + pooled.blocks
         nothing = row_max == -math.inf
@@ -88,8 +96,8 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
             # An average exceeds none of its values, however it was rounded on the way.
             o = o.clamp(-bound, bound)
         row_lse = torch.where(nothing, -math.inf, (row_max + torch.log2(row_sum)) * LN2)
-        if operands.lse_shift is not None:
-            row_lse = row_lse + operands.lse_shift[b, h, rows]
+        if queries.lse_shift is not None:
+            row_lse = row_lse + queries.lse_shift[b, h, rows]
         broken = ~finite_q[b, h, rows] | ~finite_k[b, head.h_k, read].all()
         # A row whose every score overflowed has no maximum, yet it had something to attend.
         if nothing.any():
@@ -100,18 +108,41 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
     return Attended(out, lse, pv_skips)
 
 
-def _entries(call: Call, prepared: Prepared, is_open: Tensor, kept: list[int]) -> Entries | None:
+def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gradients:
+    """Derivatives of what the precision computes with: `"half"` rounds q, k and v, and the
+    rounding itself is passed straight through."""
+    work, precision = work_dtype(call.dtype), call.recipe.precision
+    q, k, v = (working(x, precision).to(work) for x in (saved.query, saved.key, saved.value))
+    do, o = saved.grad_out.to(work), saved.out.to(work)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (do * o).sum(-1) - saved.grad_lse.to(work)
+    pv_skip = heads_of(call.recipe.pv_skip, call.Hq, none=math.inf)
+    for b, h, i_q, kept in kept_blocks(plan):
+        rows = block_range(i_q, BLOCK_Q, tokens.Lq)
+        head = HeadScores(
+            saved.query, saved.key, tokens, b, h, scale=call.scale, precision=precision
+        )
+        h_k = head.h_k
+        for cols, p in _probabilities(list(walk(head, rows, kept, pv_skip[h])), work):
+            dv[b, h_k, cols] += p.T @ do[b, h, rows]
+            dp = do[b, h, rows] @ v[b, h_k, cols].T
+            ds = p * (dp - delta[b, h, rows, None]) * call.scale
+            dq[b, h, rows] += ds @ k[b, h_k, cols]
+            dk[b, h_k, cols] += ds.T @ q[b, h, rows]
+    return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
+
+
+def _entries(call: Call, pooled: Pooled | None, is_open: Tensor, kept: list[int]) -> Entries | None:
     """What the skipped blocks of one query block contribute; `is_open [n_k]`."""
-    if prepared.pooled is None:
+    if pooled is None:
         return None
-    pooled, pools = prepared.pooled, is_open.clone()
+    pools = is_open.clone()
     pools[kept] = False
-    operands = replace(prepared.operands, key=pooled.key, value=pooled.value)
     per_block = BLOCK_K // pooled.group
     active = pools.repeat_interleave(per_block)[: pooled.key.shape[2]].nonzero().squeeze(1)
     log_sizes = [math.log2(n) for n in block_sizes(call.Lk, pooled.group).tolist()]
     return Entries(
-        operands,
+        pooled,
         torch.tensor(log_sizes, dtype=torch.float64, device=pools.device),
         active,
         pools.nonzero().squeeze(1).tolist(),
@@ -159,45 +190,50 @@ def walk_pooled(
 
 def _online_softmax(
     head: HeadScores,
+    value: Tensor | QTensor,
     rows: slice,
     kept: list[int],
-    pooled: Entries | None,
+    entries: Entries | None,
     pv_skip: float,
     dtype: torch.dtype,
     work: torch.dtype,
     headroom: float,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """`(row_max, row_sum, acc, row groups skipped)` of one query block; acc is of V · headroom."""
-    n, value = rows.stop - rows.start, head.operands.value
+    n = rows.stop - rows.start
     row_max = torch.full((n,), -math.inf, dtype=work, device=value.device)
     row_sum = torch.zeros_like(row_max)
     acc = torch.zeros((n, value.shape[3]), dtype=work, device=value.device)
     skipped = 0
 
-    def add(tile: Tile, source: HeadScores) -> None:
+    def add(tile: Tile, v: Tensor | QTensor) -> None:
         nonlocal row_max, row_sum, acc, skipped
         row_max = tile.row_max
         shift = shift_of(row_max)
         p = exp2(tile.scores - shift[:, None]).masked_fill(tile.skip[:, None], 0.0)
         fade = exp2(tile.old_max - shift)
         row_sum = row_sum * fade + fold_sum(p, dim=1)
-        acc = acc * fade[:, None] + _p_times_v(p, tile.cols, source, dtype, headroom)
+        acc = acc * fade[:, None] + _p_times_v(p, v, tile.cols, head, dtype, headroom)
         skipped += tile.groups_skipped
 
     for tile in walk(head, rows, kept, pv_skip):
-        add(tile, head)
-    if pooled is not None:
-        entries = replace(head, operands=pooled.operands)
-        for tile in walk_pooled(entries, rows, pooled.active, pooled.log_sizes, row_max):
-            add(tile, entries)
+        add(tile, value)
+    if entries is not None:
+        means = replace(head, key=entries.pooled.key)
+        for tile in walk_pooled(means, rows, entries.active, entries.log_sizes, row_max):
+            add(tile, entries.pooled.value)
     return row_max, row_sum, acc, skipped
 
 
 def _p_times_v(
-    p: Tensor, cols: Index, head: HeadScores, dtype: torch.dtype, headroom: float
+    p: Tensor,
+    value: Tensor | QTensor,
+    cols: Index,
+    head: HeadScores,
+    dtype: torch.dtype,
+    headroom: float,
 ) -> Tensor:
     """`p · V` of one block in the precision of the run, V scaled by the headroom."""
-    value = head.operands.value
     if isinstance(value, QTensor):
         codes = value.codes[head.b, head.h_k, cols].float()
         first = cols.start if isinstance(cols, slice) else int(cols[0])
@@ -231,9 +267,9 @@ def _finite(x: Tensor) -> Tensor:
     return x.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _finite_blocks(operands: Operands) -> Tensor:
+def _finite_blocks(keys: PreparedKeys) -> Tensor:
     """Key blocks whose keys and values are all finite, bool `[B, Hk, n_k]`."""
-    finite = finite_rows(operands.key) & finite_rows(operands.value)
+    finite = finite_rows(keys.key) & finite_rows(keys.value)
     return in_blocks(finite, -1, BLOCK_K, fill=True).all(-1)
 
 
@@ -247,3 +283,17 @@ def _may_attend(
         allowed, _ = tokens.region(b, h, rows, cols, device)
         may |= torch.ones_like(may) if allowed is None else allowed.any(1)
     return may
+
+
+def _probabilities(tiles: list[Tile], work: torch.dtype) -> Iterator[tuple[Index, Tensor]]:
+    """What the forward gave each block. Made anew from the scores: an LSE under a bias as low as
+    finfo.min has lost the digits that tell a row's keys apart."""
+    if not tiles:
+        return
+    shift = shift_of(tiles[-1].row_max)[:, None]
+    weights = [
+        exp2(tile.scores - shift).masked_fill(tile.skip[:, None], 0.0).to(work) for tile in tiles
+    ]
+    row_sum = torch.stack([w.sum(1) for w in weights]).sum(0)[:, None]
+    for tile, weight in zip(tiles, weights, strict=True):
+        yield tile.cols, torch.where(row_sum == 0, 0.0, weight / row_sum)

@@ -13,37 +13,54 @@ import torch
 from torch import Tensor
 
 from ...support.ordered_sums import fold_sum, mean_over_rows
-from ...values.call import Call, Inputs, work_dtype
+from ...values.call import Call, work_dtype
 from ...values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
-from ...values.qtensor import Operands, Pooled, QTensor
+from ...values.qtensor import Pooled, QTensor, group_means
 from ...values.recipe import QUANTIZED
-from ...values.stages import Prepared, Statistics
+from ...values.stages import PreparedKeys, PreparedQueries
 from .rotation import rotate
 
 
-def prepare(call: Call, inputs: Inputs, *, to_plan: bool, to_attend: bool) -> Prepared:
-    query, key, value = inputs.query, inputs.key, inputs.value
-    v = key if value is None else value
-    operands, mean = Operands(query, key, v), inputs.key_mean
-    if call.recipe.quantized or (to_plan and call.pools_blocks):
-        mean = mean_key(key) if mean is None else mean
+def prepare_keys(
+    call: Call,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    mean: Tensor | None = None,
+    to_plan: bool,
+    to_attend: bool,
+) -> PreparedKeys:
+    recipe, pools_blocks = call.recipe, to_plan and call.pools_blocks
+    if mean is None and (recipe.quantized or pools_blocks):
+        mean = mean_key(key)
+    coded: Tensor | QTensor = key
+    if recipe.quantized and (to_attend or call.samples_rows):
+        coded = quantize_rows(smooth_keys(key, mean))
+    # Planning alone scores rows with the codes of q and k; V is read as it came.
+    v: Tensor | QTensor = key if value is None else value
+    entries = None
+    if value is not None and (to_attend or call.measures_error):
+        if recipe.precision == "int8-fast":
+            v = quantize_channels(value)
+        if recipe.pools:
+            entries = pool(key, value, recipe.pool_group, recipe.precision, mean)
+    pooled = similarity = None
+    if pools_blocks:
+        pooled, similarity = block_statistics(smooth_keys(key, mean), BLOCK_K)
+    return PreparedKeys(coded, v, key, value, mean, pooled, similarity, entries)
+
+
+def prepare_queries(
+    call: Call, query: Tensor, *, mean: Tensor | None, to_plan: bool, to_attend: bool
+) -> PreparedQueries:
+    rows: Tensor | QTensor = query
+    lse_shift = pooled = similarity = None
     if call.recipe.quantized and (to_attend or call.samples_rows):
-        # Planning alone scores rows with the codes of q and k; V is read as it came.
-        reads_v = to_attend or call.measures_error
-        precision = call.recipe.precision if reads_v else "int8"
-        operands = quantize(query, key, v, mean, scale=call.scale, precision=precision)
-    statistics = Statistics()
+        rows = quantize_rows(query.float())
+        lse_shift = None if mean is None else _lse_shift(query, mean, call.scale)
     if to_plan and call.pools_blocks:
-        (q_pooled, q_similarity), (k_pooled, k_similarity) = (
-            block_statistics(query, BLOCK_Q),
-            block_statistics(smooth_keys(key, mean), BLOCK_K),
-        )
-        statistics = Statistics(q_pooled, k_pooled, q_similarity, k_similarity)
-    pooled = None
-    reads_v = to_attend or call.measures_error
-    if reads_v and value is not None and call.recipe.pools:
-        pooled = pool(key, value, call.recipe.pool_group, call.recipe.precision, mean)
-    return Prepared(operands, statistics, query, key, value, pooled, mean)
+        pooled, similarity = block_statistics(query, BLOCK_Q)
+    return PreparedQueries(rows, query, lse_shift, pooled, similarity)
 
 
 def pool(
@@ -57,34 +74,6 @@ def pool(
     if precision in QUANTIZED:
         return Pooled(quantize_rows(group_means(smooth_keys(key, mean), group)), values, group)
     return Pooled(group_means(key, group).to(dtype), values, group)
-
-
-def group_means(x: Tensor, group: int) -> Tensor:
-    """Mean of each `group` rows, fp32 (fp64 for fp64 inputs); 0 where it is not finite."""
-    x = x.to(work_dtype(x.dtype))
-    means = mean_over_rows(in_blocks(x, -2, group), block_sizes(x.shape[2], group, x.device))
-    return means.nan_to_num(0.0, 0.0, 0.0)
-
-
-def quantize(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mean: Tensor | None = None,
-    *,
-    scale: float,
-    precision: str,
-    q_rows_per_scale: int = 1,
-    k_rows_per_scale: int = 1,
-) -> Operands:
-    """Operands of `"int8"` and `"int8-fast"`, in any granularity of scales. mean: of the keys."""
-    mean = mean_key(key) if mean is None else mean
-    return Operands(
-        query=quantize_rows(query.float(), q_rows_per_scale),
-        key=quantize_rows(smooth_keys(key, mean), k_rows_per_scale),
-        value=quantize_channels(value) if precision == "int8-fast" else value,
-        lse_shift=_lse_shift(query, mean, scale),
-    )
 
 
 def block_statistics(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -119,8 +108,8 @@ def quantize_rows(x: Tensor, rows_per_scale: int = 1) -> QTensor:
     # Rotation can make a number 16 times as large: groups near the end of fp32 are lowered for it.
     largest = in_blocks(x, -2, rows_per_scale).abs().amax((-1, -2))
     lowered = torch.where(largest > 2.0**100, 2.0**-8, 1.0)
-    each = lowered.repeat_interleave(rows_per_scale, dim=2)[:, :, : x.shape[2]]
-    coded = code_rows(rotate(x * each.unsqueeze(-1)), rows_per_scale)
+    of_row = lowered.repeat_interleave(rows_per_scale, dim=2)[:, :, : x.shape[2]]
+    coded = code_rows(rotate(x * of_row.unsqueeze(-1)), rows_per_scale)
     return QTensor(coded.codes, coded.scale / lowered, rows_per_scale)
 
 

@@ -8,16 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...support.ordered_sums import LOG2E, dot
-from ...values.qtensor import Operands, QTensor, working
+from ...support.ordered_sums import LOG2E, dot, exp2, shift_of
+from ...values.geometry import slices_of
+from ...values.qtensor import QTensor, working
 from ...values.tokenmask import Index, TokenMask
+
+KEYS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
 class HeadScores:
     """`s[i, j] = scale · (q_i · k_j) + bias`, times log2(e); -inf where masked."""
 
-    operands: Operands
+    query: Tensor | QTensor
+    key: Tensor | QTensor
     tokens: TokenMask
     b: int
     h: int
@@ -27,7 +31,7 @@ class HeadScores:
     @property
     def h_k(self) -> int:
         """The key head that this query head shares with its group."""
-        return self.h * self.operands.key.shape[1] // self.operands.query.shape[1]
+        return self.h * self.key.shape[1] // self.query.shape[1]
 
     def scores(self, rows: Index, cols: slice) -> Tensor:
         s = self.products(rows, cols)
@@ -40,9 +44,20 @@ class HeadScores:
             s = s.clamp(min=torch.finfo(s.dtype).min)
         return s if allowed is None else torch.where(allowed, s, -math.inf)
 
+    def over_all_keys(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of some rows over all keys, and what they are lowered by, `[r, 1]`."""
+        parts = [self.scores(rows, cols) for cols in slices_of(self.tokens.Lk, KEYS_AT_ONCE)]
+        scores = torch.cat(parts, dim=1)
+        return scores, shift_of(scores.amax(1, keepdim=True))
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """exp(score - row_max) of some rows over all keys `[r, Lk]`; zeros where masked."""
+        scores, shift = self.over_all_keys(rows)
+        return exp2(scores - shift)
+
     def products(self, rows: Index, cols: Index) -> Tensor:
         """`q_i · k_j`, fp32 (fp64 for fp64 inputs in `"exact"`)."""
-        query, key = self.operands.query, self.operands.key
+        query, key = self.query, self.key
         if isinstance(query, QTensor):
             assert isinstance(key, QTensor)
             q, k = query.codes[self.b, self.h, rows], key.codes[self.b, self.h_k, cols]

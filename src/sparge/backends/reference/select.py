@@ -1,7 +1,7 @@
 """Keep the blocks that matter.
 
     kept = the fewest blocks, largest first, whose mass reaches τ; or a fraction of them; or the τ
-           of a head is found by measuring what skipping does (budget.py)
+           of a head is found by measuring what skipping does (rules/error_budget.py)
          | all of a row or column whose pooled token is not trusted | forced blocks
 
 A row whose prediction is not finite keeps every block it may attend.
@@ -16,11 +16,11 @@ from ...rules.error_budget import (
     Decision,
     Measured,
     choose_rows,
+    decide,
     draw_measured,
     step_masses,
     summarize,
 )
-from ...rules.error_budget_decision import decide
 from ...rules.forced_blocks import forced_blocks
 from ...support.ordered_sums import prefix_sum
 from ...values.blockplan import BlockPlan, plan_from_mask
@@ -28,12 +28,12 @@ from ...values.call import Call
 from ...values.recipe import KeepAll, KeepError, KeepFraction, KeepMass, heads_of
 from ...values.stages import Prepared
 from ...values.tokenmask import EXCLUDED, TokenMask
-from .checked_rows import deviations, dropped_masses, step_errors
+from .budget_rows import deviations, dropped_masses, step_errors
 from .similarity import untrusted_keys, untrusted_queries
 
 
 def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMask) -> BlockPlan:
-    keep, device = call.recipe.keep, prepared.operands.query.device
+    keep, device = call.recipe.keep, prepared.queries.rows.device
     may = tokens.block_kinds(device) != EXCLUDED
     may = may.expand(call.B, call.Hq, call.n_q, call.n_k)
     if isinstance(keep, KeepAll):
@@ -43,9 +43,9 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
     mass = mass.nan_to_num(0.0, 0.0, 0.0)
     forced = unknown | forced_blocks(tokens, call.recipe, device)
     if call.recipe.min_similarity is not None:
-        found = prepared.statistics
-        forced = forced | untrusted_queries(call, found)[..., None]
-        forced = forced | untrusted_keys(call, found)[..., None, :]
+        queries, keys = prepared.queries.similarity, prepared.keys.similarity
+        forced = forced | untrusted_queries(call, queries)[..., None]
+        forced = forced | untrusted_keys(call, keys)[..., None, :]
     if not isinstance(keep, KeepError):
         return plan_from_mask(select_blocks(mass, may, keep) | forced, tokens)
     first = first_steps(mass, may).masked_fill(forced, 0).masked_fill(~may, -1)
@@ -63,9 +63,9 @@ def first_steps(mass: Tensor, may: Tensor) -> Tensor:
 def _decide(call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask) -> Decision:
     keep = call.recipe.keep
     assert isinstance(keep, KeepError)
-    assert prepared.query is not None
-    surveyed = choose_rows(*deviations(prepared.query), keep, call.recipe.sample_rows)
-    dropped = dropped_masses(call, prepared.operands, first, tokens, surveyed.rows)
+    assert prepared.queries.own is not None
+    surveyed = choose_rows(*deviations(prepared.queries.own), keep, call.recipe.sample_rows)
+    dropped = dropped_masses(call, prepared, first, tokens, surveyed.rows)
     survey = summarize(surveyed, dropped)
     rows, weights, of_rows = draw_measured(surveyed, survey)
     sums = step_errors(call, prepared, first, tokens, rows)

@@ -7,20 +7,19 @@ from torch import Tensor
 
 from ...values.call import Call
 from ...values.recipe import heads_of
-from ...values.stages import Statistics
 
 
-def untrusted_queries(call: Call, found: Statistics) -> Tensor:
+def untrusted_queries(call: Call, similarity: Tensor | None) -> Tensor:
     """Query blocks below `min_similarity`, bool `[B, Hq, n_q]`."""
-    assert found.q_similarity is not None
+    assert similarity is not None
     # `not >=` rather than `<`: a block that is not finite is never trusted.
-    return ~(found.q_similarity >= _least(call, found.q_similarity.device))
+    return ~(similarity >= _least(call, similarity.device))
 
 
-def untrusted_keys(call: Call, found: Statistics) -> Tensor:
+def untrusted_keys(call: Call, similarity: Tensor | None) -> Tensor:
     """Key blocks below `min_similarity`, for each query head, bool `[B, Hq, n_k]`."""
-    assert found.k_similarity is not None
-    of_heads = found.k_similarity.repeat_interleave(call.Hq // call.Hk, dim=1)
+    assert similarity is not None
+    of_heads = similarity.repeat_interleave(call.Hq // call.Hk, dim=1)
     return ~(of_heads >= _least(call, of_heads.device))
 
 

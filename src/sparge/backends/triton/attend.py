@@ -13,11 +13,12 @@ from ...values.blockplan import BlockPlan
 from ...values.call import Call, Inputs
 from ...values.geometry import BLOCK_K, BLOCK_Q
 from ...values.qtensor import QTensor
-from ...values.stages import Attended, Prepared
+from ...values.stages import Attended
 from ...values.tokenmask import TokenMask
 from . import attend_kernel
 from .launch import launch
 from .masks import is_causal, lists_of, mask_arguments, pools_of
+from .one_pass import Prepared
 from .operands import key_arguments, n_key_blocks, padded, query_arguments
 from .packed import NOT_PACKED, Packed
 from .prepare import OnDevice, prepare

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from ...rules import error_budget as budget
-from ...rules.error_budget_decision import decide
 from ...support.device_constants import constant
 from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import Call
-from ...values.qtensor import Operands, QTensor
+from ...values.qtensor import QTensor
 from ...values.recipe import KeepError, Recipe
-from ...values.stages import Prepared
 from ...values.tokenmask import TokenMask
 from . import budget_kernel
 from .attend import pooled_arguments, value_arguments
 from .launch import launch
 from .masks import forced_arguments, is_causal, kind_arguments, mask_arguments
+from .one_pass import Operands, Prepared
 from .operands import key_arguments, query_arguments
 from .prepare import OnDevice
 from .shapes import LOG2E, within
@@ -44,7 +43,7 @@ def select_by_error(call: Call, prepared: Prepared, mass: Tensor, tokens: TokenM
     survey = budget.summarize(surveyed, dropped)
     rows, weights, of_rows = budget.draw_measured(surveyed, survey)
     sums = _step_errors(call, prepared, first, tokens, rows)
-    decision = decide(
+    decision = budget.decide(
         survey,
         budget.Measured(*sums, weights, of_rows),
         keep,

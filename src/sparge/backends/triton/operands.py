@@ -9,8 +9,8 @@ from torch import Tensor
 from ...values.call import Call
 from ...values.geometry import BLOCK_K
 from ...values.qtensor import QTensor
-from ...values.stages import Prepared
 from .architectures import Architecture, architecture_of
+from .one_pass import Prepared
 from .packed import NOT_PACKED
 from .shapes import block_dim, held_in, most_of, tl_type, unit_rows
 

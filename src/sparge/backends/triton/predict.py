@@ -9,12 +9,12 @@ import triton
 from torch import Tensor
 
 from ...values.call import Call
-from ...values.stages import Prepared
 from ...values.tokenmask import TokenMask
 from . import predict_kernel
 from .architectures import Architecture, architecture_of
 from .launch import launch
 from .masks import is_causal, kind_arguments, mask_arguments
+from .one_pass import Prepared
 from .operands import key_arguments, padded, query_arguments
 from .packed import NOT_PACKED, Packed
 from .shapes import LOG2E, block_dim, per_head, within

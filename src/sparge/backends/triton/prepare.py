@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...values.call import Call, Inputs
 from ...values.geometry import BLOCK_K, BLOCK_Q
-from ...values.qtensor import Operands, Pooled, QTensor
-from ...values.stages import Prepared, Statistics
+from ...values.qtensor import Pooled, QTensor
 from . import prepare_kernel
 from .architectures import Architecture, architecture_of
 from .launch import DoesNotFit, launch
+from .one_pass import Operands, Prepared, Statistics
 from .packed import NOT_PACKED, Packed
 from .shapes import block_dim, held_in, most_of, rotated, tl_type, unit_rows, value_dim
 
@@ -63,6 +63,7 @@ def prepare(
     to_plan: bool,
     to_attend: bool,
     packed: Packed = NOT_PACKED,
+    mean: Tensor | None = None,
 ) -> OnDevice:
     query, key = unit_rows(inputs.query), unit_rows(inputs.key)
     value = None if inputs.value is None else unit_rows(inputs.value)
@@ -70,7 +71,7 @@ def prepare(
     pooled = to_plan and call.pools_blocks
     similar = to_plan and call.predicts and call.recipe.min_similarity is not None
     reads_v = (to_attend or call.measures_error) and value is not None
-    mean = _mean(call, key, inputs.key_mean, packed) if coded or pooled or similar else None
+    mean = _mean(call, key, mean, packed) if coded or pooled or similar else None
     q = _queries(call, query, mean, coded, to_attend, pooled, similar, to_plan, packed)
     k = _keys(call, key, value if reads_v else None, mean, coded, pooled, similar, packed)
     operands = _operands(call, inputs, q, k, coded, packed)

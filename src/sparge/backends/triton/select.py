@@ -8,11 +8,11 @@ from torch import Tensor
 from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import Call
 from ...values.recipe import KeepAll, KeepError, KeepFraction, KeepMass
-from ...values.stages import Prepared
 from ...values.tokenmask import TokenMask
 from . import select_kernel
 from .launch import launch
 from .masks import forced_arguments, is_causal, kind_arguments, mask_arguments
+from .one_pass import Prepared
 from .packed import NOT_PACKED, Packed
 from .shapes import per_head, within
 

@@ -1,9 +1,6 @@
 """The four stages and the gradient, as `Stages` names them."""
 
-from .attend import attend
 from .backward import backward
-from .predict import predict
-from .prepare import prepare
-from .select import select
+from .one_pass import attend, predict, prepare_keys, prepare_queries, select
 
-__all__ = ["attend", "backward", "predict", "prepare", "select"]
+__all__ = ["attend", "backward", "predict", "prepare_keys", "prepare_queries", "select"]

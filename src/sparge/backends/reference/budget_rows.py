@@ -1,5 +1,6 @@
-"""What `KeepError` looks at (budget.py), row by row: distances of queries from the mean of their
-block, the mass that each step drops from a row, and the error of each step.
+"""What `KeepError` measures, row by row, for the rules of rules/error_budget.py: distances of
+queries from the mean of their block, the mass that each step drops from a row, the error of each
+step.
 
     dropped[r, s]   = mass of the blocks that step s drops / mass of all blocks
     skipping[r, s]  = |out over the kept blocks - out over all|, both as computed, at measured steps
@@ -10,21 +11,18 @@ As computed: scores of the call's precision, and P and V rounded as `attend` rou
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ...rules.error_budget import MEASURED_STEPS, N_STEPS
-from ...support.ordered_sums import LOG2E, exp2, fold_sum, mean_over_rows, shift_of
+from ...support.ordered_sums import LOG2E, exp2, fold_sum, mean_over_rows
 from ...values.call import Call, half_dtype
-from ...values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks, slices_of
-from ...values.qtensor import Operands, QTensor, working
-from ...values.stages import Prepared
+from ...values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
+from ...values.qtensor import QTensor, working
+from ...values.stages import Prepared, PreparedKeys, PreparedQueries
 from ...values.tokenmask import OPEN, TokenMask
 from .scores import HeadScores
 
-KEYS_AT_ONCE = 4096
 Shares = tuple[Tensor, Tensor]
 """Of each row and block: weights · V `[rows, n_k, Dv]`, and weights `[rows, n_k]`."""
 
@@ -42,13 +40,14 @@ def deviations(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dropped_masses(
-    call: Call, operands: Operands, first: Tensor, tokens: TokenMask, rows: Tensor
+    call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask, rows: Tensor
 ) -> Tensor:
     """`[B, Hq, n, steps]` fp32 of rows `[B, Hq, n]`, 0 for those that are -1. `first [B, Hq, n_q,
     n_k]` is the first step that keeps each block; -1 where no pair may attend."""
     out = torch.zeros((*rows.shape, N_STEPS), dtype=torch.float32, device=rows.device)
     for b, h, some in _heads(rows):
-        weights = row_weights(call, operands, tokens, b, h, rows[b, h, some])
+        head = _head_scores(call, prepared, tokens, b, h, call.recipe.precision)
+        weights = head.weights(rows[b, h, some])
         by_block = fold_sum(in_blocks(weights, -1, BLOCK_K), dim=-1)
         row_sum = fold_sum(by_block, dim=-1).unsqueeze(-1)
         steps = first[b, h, rows[b, h, some] // BLOCK_Q]
@@ -68,10 +67,11 @@ def step_errors(
     skipping = torch.zeros((*shape, len(MEASURED_STEPS)), dtype=torch.float64, device=device)
     total = torch.zeros((*shape, len(MEASURED_STEPS) + 1), dtype=torch.float64, device=device)
     whole = torch.zeros(shape, dtype=torch.float64, device=device)
-    assert prepared.query is not None
-    assert prepared.key is not None
-    assert prepared.value is not None
-    own = Prepared(Operands(prepared.query, prepared.key, prepared.value))
+    query, key, value = prepared.queries.own, prepared.keys.own_key, prepared.keys.own_value
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    own = Prepared(PreparedQueries(query), PreparedKeys(key, value))
     for b, h, some in _heads(rows):
         at = rows[b, h, some]
         steps = first[b, h, at // BLOCK_Q]
@@ -86,35 +86,11 @@ def step_errors(
     return skipping, total, whole
 
 
-def row_weights(
-    call: Call,
-    operands: Operands,
-    tokens: TokenMask,
-    b: int,
-    h: int,
-    rows: Tensor,
-    precision: str | None = None,
-) -> Tensor:
-    """exp(score - row_max) of some rows over all keys `[r, Lk]`; zeros where masked."""
-    scores, shift = _row_scores(call, operands, tokens, b, h, rows, precision)
-    return exp2(scores - shift)
-
-
-def _row_scores(
-    call: Call,
-    operands: Operands,
-    tokens: TokenMask,
-    b: int,
-    h: int,
-    rows: Tensor,
-    precision: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Scores of some rows over all keys, and what they are lowered by, `[r, 1]`; base 2."""
-    precision = precision or call.recipe.precision
-    head = HeadScores(operands, tokens, b, h, scale=call.scale, precision=precision)
-    parts = [head.scores(rows, cols) for cols in slices_of(tokens.Lk, KEYS_AT_ONCE)]
-    scores = torch.cat(parts, dim=1)
-    return scores, shift_of(scores.amax(1, keepdim=True))
+def _head_scores(
+    call: Call, prepared: Prepared, tokens: TokenMask, b: int, h: int, precision: str
+) -> HeadScores:
+    query, key = prepared.queries.rows, prepared.keys.key
+    return HeadScores(query, key, tokens, b, h, scale=call.scale, precision=precision)
 
 
 def _outputs(
@@ -129,18 +105,18 @@ def _outputs(
 ) -> Tensor:
     """Outputs over the blocks of measured steps, `[steps + 1, rows, Dv]` fp64, everything last; of
     everything alone without `steps`, the first steps of the blocks of each row."""
-    operands = prepared.operands
-    scores, shift = _row_scores(call, operands, tokens, b, h, rows, precision)
+    head = _head_scores(call, prepared, tokens, b, h, precision)
+    scores, shift = head.over_all_keys(rows)
     shares = _pooled_shares(call, prepared, tokens, b, h, rows, shift)
-    p, h_k = exp2(scores - shift), h * call.Hk // call.Hq
+    p, h_k, value = exp2(scores - shift), head.h_k, prepared.keys.value
     sums = fold_sum(in_blocks(p, -1, BLOCK_K), dim=-1).double()
-    if isinstance(operands.value, QTensor):
-        v = operands.value.dequantize()[b, h_k].double()
+    if isinstance(value, QTensor):
+        v = value.dequantize()[b, h_k].double()
         blocks = in_blocks(p, -1, BLOCK_K)
         scale = blocks.amax(-1, keepdim=True) / 255
         p = (torch.where(scale > 0, blocks / scale, 0.0).round() * scale).flatten(1)[:, : call.Lk]
     else:
-        v = operands.value[b, h_k]
+        v = value[b, h_k]
         if precision != "exact":
             p, v = p.to(half_dtype(call.dtype)).float(), working(v, "half")
         v = v.double()
@@ -174,12 +150,12 @@ def _pooled_shares(
 ) -> Shares | None:
     """What each block contributes to each row if it is skipped, fp64; None for nothing. Scores are
     lowered by `shift [r, 1]`, as those of the keys."""
-    pooled = prepared.pooled
+    pooled = prepared.keys.entries
     if pooled is None:
         return None
     precision, device = call.recipe.precision, rows.device
-    entries = replace(prepared.operands, key=pooled.key, value=pooled.value)
-    head = HeadScores(entries, tokens, b, h, scale=call.scale, precision=precision)
+    query = prepared.queries.rows
+    head = HeadScores(query, pooled.key, tokens, b, h, scale=call.scale, precision=precision)
     n = pooled.key.shape[2]
     sizes = block_sizes(call.Lk, pooled.group, device).double()
     scores = head.products(rows, slice(0, n)) * (call.scale * LOG2E)
@@ -189,7 +165,7 @@ def _pooled_shares(
     per_block = BLOCK_K // pooled.group
     opens = is_open[b, h, rows // BLOCK_Q]
     v = pooled.value.dequantize() if isinstance(pooled.value, QTensor) else pooled.value
-    v = v[b, h * call.Hk // call.Hq].double()
+    v = v[b, head.h_k].double()
     parts = fold_sum(in_blocks(p.unsqueeze(-1) * v, -2, per_block), dim=-2)
     sums = fold_sum(in_blocks(p, -1, per_block), dim=-1)
     return torch.where(opens.unsqueeze(-1), parts, 0.0), torch.where(opens, sums, 0.0)
