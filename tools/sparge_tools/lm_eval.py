@@ -10,7 +10,8 @@ import sys
 from importlib import import_module
 
 from sparge.support.errors import Unsupported
-from sparge.support.optional_libraries import need_libraries
+
+from .optional_libraries import need_libraries
 
 
 def main() -> int:

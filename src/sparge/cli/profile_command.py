@@ -5,15 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from torch import nn
-
-from sparge_tools import zoo
-from sparge_tools.renders.open_pipeline import is_pipeline, open_pipeline
-
-from ..models.adapters import find_adapter
+from ..support.tools_package import MODELS, need_tool
 from ..values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
 from . import BAD_RESULT, OK
-from .arguments import add_json, add_model
+from .arguments import add_json
 from .output_figures import budget_of, budget_words, held_out_lines, sensitivity_rows
 from .screen import console, deliver, show_table
 from .table import Column, Table, error, share
@@ -29,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_json(action)
     show.add_argument("--heads", action="store_true", help="also list every head")
     diff.add_argument("other", metavar="OTHER")
-    add_model(check)
+    about = "a model of the zoo, or a directory that transformers or diffusers can load"
+    check.add_argument("--model", metavar="NAME|DIR", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,19 +38,13 @@ def run(args: argparse.Namespace) -> int:
         document = {"format": "sparge.profile.diff/1", "differences": rows}
         deliver(document, args, lambda: _show_differences(args, rows))
         return BAD_RESULT if rows else OK
-    reasons = profile.mismatches(_model(args.model)) if args.model else []
+    reasons: list[str] = []
+    if args.model:
+        load_model = need_tool(MODELS, "load_model", what="--model")
+        reasons = profile.mismatches(load_model(args.model))
     document = {"format": "sparge.profile.check/1", "model": args.model, "reasons": reasons}
     deliver(document, args, lambda: _show_check(args, profile, reasons))
     return BAD_RESULT if reasons else OK
-
-
-def _model(name_or_path: str) -> nn.Module:
-    """The part of a model that a profile is for: of a pipeline, its denoisers."""
-    if not is_pipeline(name_or_path):
-        model: nn.Module = zoo.load(name_or_path)[0]
-        return model
-    pipe = open_pipeline(name_or_path, dtype=zoo.best_dtype())
-    return find_adapter(pipe)[1].model
 
 
 def layers_table(profile: Profile) -> Table:

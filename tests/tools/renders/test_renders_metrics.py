@@ -16,7 +16,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from sparge import Unsupported
-from sparge.support import optional_libraries
+from sparge_tools import optional_libraries
 from sparge_tools.renders import compare_pictures, difference_map, flip, frames_of, psnr, ssim
 from sparge_tools.renders.media import shown_frames
 

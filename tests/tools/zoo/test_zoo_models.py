@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from sparge import Unsupported
-from sparge.support import optional_libraries
-from sparge_tools import zoo
+from sparge_tools import optional_libraries, zoo
 from sparge_tools.zoo import archives, model_files
 from tiny_wheels import damaged, tiny_model, values
 
@@ -289,4 +288,4 @@ def test_a_missing_library_is_named_before_the_download(model, monkeypatch, miss
     )
     with pytest.raises(Unsupported, match=rf"{missing}: not installed") as caught:
         zoo.load("tiny")
-    assert 'pip install "sparge[zoo]"' in str(caught.value)
+    assert 'pip install "sparge-tools[zoo]"' in str(caught.value)

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from sparge import Unsupported
-from sparge.support import optional_libraries
-from sparge_tools import zoo
+from sparge_tools import optional_libraries, zoo
 from sparge_tools.zoo import archives, downloads, kinds, model_files
 from sparge_tools.zoo.catalogue import ZooModel
 from sparge_tools.zoo.convert import convert

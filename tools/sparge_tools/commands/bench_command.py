@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sparge.cli import BAD_RESULT, OK
-from sparge.cli.arguments import add_json, check_file, whole, wholes, words
+from sparge.cli.arguments import add_json, whole, wholes
 from sparge.cli.machine import devices, load_average, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.cli.self_check import Check, check_backends, check_sparse, wrong_rows
@@ -31,6 +31,7 @@ from ..bench.gemm_peak import gemm_peaks, gemm_rates
 from ..bench.lineup import Entry, lineup
 from ..bench.vision_table import vision_table
 from . import bench_error, bench_static, bench_vision
+from .arguments import check_file, words
 
 FORMAT = "sparge.bench/3"
 LENGTHS = [1024, 4096, 8192]

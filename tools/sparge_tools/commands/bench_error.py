@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparge.cli import BAD_RESULT, OK
-from sparge.cli.arguments import add_recipe, check_file, whole
+from sparge.cli.arguments import add_recipe, whole
 from sparge.cli.machine import where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.cli.table import Column, Table, error, share
@@ -21,6 +21,7 @@ from sparge.values.recipe import DEFAULT, KeepError
 
 from ..bench.adversarial import FAMILIES, adversaries
 from ..bench.error_suite import BUDGETS, OVER, SEEN, TOLD, failures, run_suite, summarize
+from .arguments import check_file
 
 FORMAT = "sparge.bench.error/1"
 PER_FAMILY = 30

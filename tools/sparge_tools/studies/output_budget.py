@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from sparge.cli import OK, Parser, exit_code
-from sparge.cli.arguments import DTYPES, MODEL, add_json, check_file, whole
+from sparge.cli.arguments import DTYPES, add_json, whole
 from sparge.cli.machine import where_it_runs
 from sparge.cli.screen import console, deliver, show_table
 from sparge.cli.table import Column, Table, share
 from sparge.values.recipe import DEFAULT
 
 from .. import zoo
+from ..commands.arguments import MODEL, check_file
 from ..tuning.layer_levels import MASSES as KNOWN
 from ..tuning.layer_levels import Level, even_levels
 from ..tuning.output_budget import request_of

@@ -23,7 +23,7 @@ from torch import Tensor
 from sparge.api.attention import attend, attention, explain, make_plan
 from sparge.backends.cpu import library as native
 from sparge.cli import OK, Parser, exit_code
-from sparge.cli.arguments import add_json, check_file, whole
+from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import load_text, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.cli.table import Column, Table, error, milliseconds, share
@@ -34,6 +34,8 @@ from sparge.synthetic import structured_qkv
 from sparge.values.blockplan import BlockPlan
 from sparge.values.recipe import DEFAULT, KeepAll, KeepFraction, KeepMass, Recipe
 from sparge.values.run import record
+
+from ..commands.arguments import check_file
 
 BACKEND = "cpu" if native.why_missing() is None else "reference"
 RECIPES = {

@@ -23,7 +23,7 @@ from torch import Tensor
 from sparge.api.accuracy import sample_rows
 from sparge.api.attention import attention
 from sparge.cli import OK, Parser, exit_code
-from sparge.cli.arguments import add_json, check_file, whole, words
+from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.cli.table import Column, Table, error, share
@@ -34,6 +34,7 @@ from sparge.values.recipe import KeepError, KeepMass, Recipe
 from sparge.values.run import record
 from sparge.values.tokenmask import TokenMask
 
+from ..commands.arguments import check_file, words
 from ..synthetic_video import video_qkv
 from .captured_layers import capture_layers
 
