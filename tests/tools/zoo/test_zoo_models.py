@@ -159,8 +159,8 @@ def test_every_language_model_ships_with_a_profile():
         assert all(head.error < l2 for layer in profile.layers.values() for head in layer.heads)
     with pytest.raises(ValueError, match="no model 'other'"):
         zoo.profile("other")
-    with pytest.raises(ValueError, match=r"no profile of 'midi-encoder'; it has one of smollm2"):
-        zoo.profile("midi-encoder")
+    with pytest.raises(ValueError, match=r"no profile of 'sam2-hiera-tiny'; it has one of smollm2"):
+        zoo.profile("sam2-hiera-tiny")
 
 
 def test_a_path_is_loaded_too(made, tmp_path, capfd):
