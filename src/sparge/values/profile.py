@@ -28,9 +28,8 @@ from .schedule import Schedule
 
 FAMILY = "sparge.profile"
 FORMAT, OUTPUT_FORMAT = f"{FAMILY}/2", f"{FAMILY}/3"
-READS = (f"{FAMILY}/1", FORMAT, OUTPUT_FORMAT)
-"""Format 1 has no noise bands. Format 3 has `output` in the place of bounds; profiles without it
-are still written as format 2, which earlier versions read."""
+READS = (FORMAT, OUTPUT_FORMAT)
+"""Format 3 has `output` in the place of bounds."""
 Heads = slice | Iterable[int] | None
 POOL_FIELDS = ("skipped", "pool_group")
 RECIPE_FIELDS = (
@@ -391,7 +390,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a file of format 1 to 3; ValueError says what is wrong with it, and where."""
+        """Read a file that `save` wrote; ValueError says what is wrong with it, and where."""
         try:
             return cls.from_dict(parse_json(read_json_text(path), "it is damaged: the file"))
         except ValueError as error:
