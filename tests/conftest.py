@@ -137,7 +137,7 @@ def no_work(monkeypatch):
     for place in ("api.attention.attend_dense", "api.attention.quantize"):
         monkeypatch.setattr(f"sparge.{place}", refuse)
     monkeypatch.setattr("sparge.engine.execute.attend_dense", refuse)
-    for place in ("engine.execute", "values.blockplan"):
+    for place in ("engine.execute", "interop", "values.blockplan"):
         monkeypatch.setattr(f"sparge.{place}.plan_from_mask", refuse)
     monkeypatch.setattr(torch, "logaddexp", refuse)
 

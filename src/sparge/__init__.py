@@ -58,6 +58,6 @@ __all__ = [
 
 def __getattr__(name: str) -> _Any:
     """The parts that are imported when they are first named."""
-    if name in ("compat", "parallel", "reorder"):
+    if name in ("compat", "interop", "parallel", "reorder"):
         return _import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
