@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from .api.accuracy import output_error
-from .api.attention import attend, attention, explain, make_plan, sampled_error
+from .api.attention import attend, attention, explain, make_plan
 from .api.merge import merge
 from .api.varlen import attention_varlen
 from .backends.triton.warm import warm
@@ -51,7 +51,6 @@ __all__ = [
     "output_error",
     "record",
     "register_backend",
-    "sampled_error",
     "warm",
 ]
 

@@ -14,7 +14,7 @@ import sparge
 from cli_runs import EXPLAIN, complaint, run_text
 from sparge import cli
 from sparge.cli import main, screen
-from sparge.cli.table import Column, Table, to_json
+from sparge.cli.screen import Column, Table, to_json
 from sparge_tools import zoo
 from sparge_tools.commands import bench_command
 from sparge_tools.commands.arguments import check_directory

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from ..support.tools_package import MODELS, need_tool
 from ..values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
 from . import BAD_RESULT, OK
 from .arguments import add_json
-from .output_figures import budget_of, budget_words, held_out_lines, sensitivity_rows
-from .screen import console, deliver, show_table
-from .table import Column, Table, error, share
+from .screen import Column, Table, console, deliver, error, share, show_table
+
+WORDS = {
+    "kl": "KL",
+    "perplexity": "perplexity",
+    "relative_l2": "change of the output",
+    "psnr": "PSNR",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def layers_table(profile: Profile) -> Table:
     return Table(
-        title=f"{profile.name or profile.model.architecture}: {budget_words(profile)}, "
+        title=f"{profile.name or profile.model.architecture}: {target_words(profile)}, "
         f"density {profile.density:.3f}",
         columns=[
             Column("layer", "layer"),
@@ -138,7 +144,7 @@ def differences(a: Profile, b: Profile) -> list[dict[str, Any]]:
 
     for reason in a.model.differences(b.model):
         rows.append({"where": "model", "first": "", "second": reason})
-    note("bounds", budget_of(a), budget_of(b))
+    note("bounds", target_of(a), target_of(b))
     note("default", a.default.to_dict(), b.default.to_dict())
     first, second = a.named_settings(), b.named_settings()
     for name in dict.fromkeys([*first, *second]):
@@ -179,3 +185,71 @@ def _show_check(args: argparse.Namespace, profile: Profile, reasons: list[str]) 
     lines += [f"does not fit {args.model}: {reason}" for reason in reasons]
     lines += [f"it was tuned for {args.model}"] if args.model and not reasons else []
     console().print("\n".join(lines))
+
+
+def target_words(profile: Profile) -> str:
+    """The bounds or the target, as a title has it."""
+    if profile.bounds is not None:
+        l1, l2 = profile.bounds
+        return f"bounds {l1:g} and {'no second filter' if l2 is None else f'{l2:g}'}"
+    output = profile.output or {}
+    measure, target = str(output.get("measure")), output.get("target", 0.0)
+    if measure == "psnr":
+        return f"PSNR of renders at least {target:g} dB"
+    most = f"{target:.3%}" if measure == "perplexity" else f"{target:.3g}"
+    return f"{WORDS.get(measure, measure)} at most {most}"
+
+
+def target_of(profile: Profile) -> Any:
+    """The same as plain data, to compare."""
+    if profile.bounds is not None:
+        return list(profile.bounds)
+    output = profile.output or {}
+    return {name: output.get(name) for name in ("measure", "target")}
+
+
+def held_out_lines(profile: Profile) -> list[str]:
+    """A line for what was measured on held-out data, or one for each noise band."""
+    output = profile.output
+    if output is None:
+        return []
+    if "bands" in output:
+        return [
+            f"held out, noise {band['noise'][0]:g} to {band['noise'][1]:g}: "
+            f"{_figures(band['held_out'])}"
+            for band in output["bands"]
+        ]
+    return [f"held out: {_figures(output['held_out'])}"]
+
+
+def _figures(held: Mapping[str, Any]) -> str:
+    figures = []
+    if "kl" in held:
+        figures.append(f"KL {held['kl']:.5f} ± {held['kl_error']:.5f}")
+        figures.append(
+            f"perplexity {held['dense_perplexity']:.3f} → {held['perplexity']:.3f} "
+            f"({held['relative']:+.2%} ± {held['relative_error']:.2%})"
+        )
+        figures.append(f"{held['tokens']} tokens")
+    if "relative_l2" in held:
+        figures.append(f"change {held['relative_l2']:.4f} ± {held['relative_l2_error']:.4f}")
+        figures.append(f"{held['inputs']} inputs")
+    if "psnr" in held:
+        figures.append(f"PSNR {held['psnr']:.2f} ± {held['psnr_error']:.2f} dB")
+        figures.append(f"worst {held['psnr_worst']:.2f}, SSIM {held['ssim']:.4f}")
+        figures.append(f"FLIP {held['flip']:.4f}, {held['renders']} renders")
+    figures.append(f"density {held['density']:.3f}")
+    return ", ".join(figures)
+
+
+def sensitivity_rows(profile: Profile) -> list[dict[str, Any]]:
+    """Of every layer: its change of the output at some errors, and the error chosen."""
+    output = profile.output or {}
+    rows = []
+    for one in output.get("bands", [output]):
+        band = f" [noise {one['noise'][0]:g} to {one['noise'][1]:g}]" if "noise" in one else ""
+        for name, layer in one.get("sensitivity", {}).items():
+            measured = zip(layer["errors"], layer["changes"], strict=True)
+            changes = ", ".join(f"{error:.2f}: {change:.2g}" for error, change in measured)
+            rows.append({"layer": f"{name}{band}", "changes": changes, "chosen": layer["chosen"]})
+    return rows

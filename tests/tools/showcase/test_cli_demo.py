@@ -15,7 +15,7 @@ from cli_runs import complaint
 from sparge import Recipe
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge.cli.table import times, to_json
+from sparge.cli.screen import times, to_json
 from sparge_tools import optional_libraries
 from sparge_tools.commands import demo_command
 from sparge_tools.showcase import page_figures

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sparge.api.accuracy import sample_rows
+from sparge.api.accuracy import spread_rows
 from sparge.reorder import reorder_tokens, restore_tokens
 from sparge.support.turns import take_turns, threads, timer
 from sparge.values.recipe import VISION, KeepFraction, Recipe
@@ -106,7 +106,7 @@ def measure_shape(shape: VisionShape, setting: Setting, n_threads: int) -> list[
         dtype = min(dense, key=dense.__getitem__)
         chosen = inputs.pop(dtype)
         inputs.clear()  # the other dtype's are of no more use, and large
-        rows, flex = sample_rows(shape.tokens, SAMPLED_ROWS), CompiledFlex()
+        rows, flex = spread_rows(shape.tokens, SAMPLED_ROWS), CompiledFlex()
         entries = entries_of(shape, setting.backends, dtype)
         contenders = [Contender(entry, chosen, False, rows, flex) for entry in entries]
         measure_contenders(contenders, repeat=setting.repeat)

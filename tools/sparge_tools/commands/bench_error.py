@@ -15,8 +15,7 @@ from typing import Any
 from sparge.cli import BAD_RESULT, OK
 from sparge.cli.arguments import add_recipe, whole
 from sparge.cli.machine import where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import Column, Table, error, share
+from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
 from sparge.values.recipe import DEFAULT, KeepError
 
 from ..bench.adversarial import FAMILIES, adversaries

@@ -24,8 +24,7 @@ from sparge.backends.cpu import library as native
 from sparge.cli import OK
 from sparge.cli.arguments import DTYPES, add_json, add_recipe, fill_in, whole, wholes
 from sparge.cli.machine import isa_in_use, machine, machine_text, versions, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import to_json
+from sparge.cli.screen import console, deliver, progress, show_table, to_json
 from sparge.routing import AUTO, ENV_BACKEND
 from sparge.support.atomic_files import replace_file
 from sparge.support.turns import threads

@@ -16,8 +16,7 @@ import torch
 from sparge.cli import OK
 from sparge.cli.arguments import DTYPES
 from sparge.cli.machine import machine_text, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import to_json
+from sparge.cli.screen import console, deliver, progress, show_table, to_json
 from sparge.support.atomic_files import replace_file
 from sparge.support.turns import threads
 from sparge.values.profile import Profile

@@ -16,8 +16,7 @@ import torch
 
 from sparge.cli import BAD_RESULT, INTERRUPTED, OK
 from sparge.cli.arguments import DTYPES, whole
-from sparge.cli.output_figures import held_out_lines
-from sparge.cli.profile_command import layers_table
+from sparge.cli.profile_command import held_out_lines, layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.values.profile import Profile
 

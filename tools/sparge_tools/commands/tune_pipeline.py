@@ -10,8 +10,7 @@ import argparse
 from pathlib import Path
 
 from sparge.cli.arguments import DTYPES
-from sparge.cli.output_figures import held_out_lines
-from sparge.cli.profile_command import layers_table
+from sparge.cli.profile_command import held_out_lines, layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.values.profile import Profile
 from sparge.values.recipe import VISION

@@ -23,8 +23,7 @@ import torch
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import DTYPES, add_json, whole
 from sparge.cli.machine import where_it_runs
-from sparge.cli.screen import console, deliver, show_table
-from sparge.cli.table import Column, Table, share
+from sparge.cli.screen import Column, Table, console, deliver, share, show_table
 from sparge.values.recipe import DEFAULT
 
 from .. import zoo

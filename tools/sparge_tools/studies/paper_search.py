@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparge.cli.table import Column, Table, error, share
+from sparge.cli.screen import Column, Table, error, share
 from sparge.routing import AUTO, Backend
 from sparge.values.profile import Profile
 from sparge.values.recipe import DEFAULT, KeepMass, Recipe

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparge.cli.table import Column, Table, share
+from sparge.cli.screen import Column, Table, share
 from sparge.models import accelerate
 from sparge.routing import CPU
 from sparge.values.profile import Profile

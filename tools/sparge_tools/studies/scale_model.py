@@ -24,8 +24,16 @@ from typing import Any
 
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, wholes
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import Column, Table, milliseconds, share
+from sparge.cli.screen import (
+    Column,
+    Table,
+    console,
+    deliver,
+    milliseconds,
+    progress,
+    share,
+    show_table,
+)
 from sparge.values.geometry import BLOCK_Q
 
 from ..commands.arguments import check_file, words

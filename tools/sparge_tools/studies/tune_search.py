@@ -22,8 +22,7 @@ import torch
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import where_it_runs
-from sparge.cli.screen import console, deliver, show_table
-from sparge.cli.table import Column, Table, error, share
+from sparge.cli.screen import Column, Table, console, deliver, error, share, show_table
 from sparge.models import accelerate
 from sparge.routing import CPU
 from sparge.values.profile import Profile
