@@ -27,7 +27,7 @@ COMMANDS = {
     "warm": "compile the GPU kernels of a model's attention ahead of its first call",
     "eval": "measure a model, dense and sparse: a language model, a pipeline, a module of the zoo",
     "trace": "save a model's queries, keys and values on real inputs, for tuning elsewhere",
-    "tune": "find settings for every head under error bounds or a budget of the output",
+    "tune": "find settings for every head under error bounds or a target of the output",
     "profile": "show, compare or check a tuned profile",
     "bench": "measure attention against torch's SDPA and FlexAttention, stage by stage",
 }

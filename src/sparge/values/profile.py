@@ -237,9 +237,9 @@ class Profile:
 
     layers: by the name of the attention module. default: the recipe of layers that were not tuned.
     bounds: `(l1, l2)` of the first filter and of both; l2 None: no second filter. None where the
-    budget was the model's output.
+    target was the model's output.
     calibration: what it was tuned on, for people to read.
-    output: of such a budget, its `measure` and `target`, what was measured on `held_out` data (in
+    output: of such a target, its `measure` and `target`, what was measured on `held_out` data (in
     every band, where there are noise bands), and the `sensitivity` of every layer.
     """
 
@@ -330,16 +330,16 @@ class Profile:
         warnings.warn(f"{message}; used anyway because of force=True", stacklevel=2)
 
     def to_dict(self) -> dict[str, Any]:
-        budget: dict[str, Any] = {"output": self.output}
+        target: dict[str, Any] = {"output": self.output}
         if self.bounds is not None:
-            budget = {"bounds": {"l1": self.bounds[0], "l2": self.bounds[1]}}
+            target = {"bounds": {"l1": self.bounds[0], "l2": self.bounds[1]}}
         return {
             "format": OUTPUT_FORMAT if self.bounds is None else FORMAT,
             "sparge": self.version,
             "date": self.date,
             "machine": self.machine,
             "model": ({"name": self.name} if self.name else {}) | asdict(self.model),
-            **budget,
+            **target,
             "calibration": dict(self.calibration),
             "default": self.default.to_dict(),
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
@@ -355,8 +355,8 @@ class Profile:
             )
         names = ("format", "sparge", "date", "machine", "model", "calibration", "default", "layers")
         by_output = isinstance(data, Mapping) and data.get("format") == OUTPUT_FORMAT
-        budget = "output" if by_output else "bounds"
-        fields = Fields(data, "", (*names, budget), what="the profile")
+        target = "output" if by_output else "bounds"
+        fields = Fields(data, "", (*names, target), what="the profile")
         model = fields.get("model", dict)
         try:
             default = Recipe.from_dict(fields.get("default"))

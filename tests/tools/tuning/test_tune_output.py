@@ -1,4 +1,4 @@
-"""Tuning to a budget of the model's output: measured, allocated, verified on held-out inputs."""
+"""Tuning to a target of the model's output: measured, allocated, verified on held-out inputs."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_standard_errors_are_over_parts():
     assert _standard_error(parts[:1], "kl") == math.inf
 
 
-def test_files_with_an_output_budget_are_checked(model, texts, state, tmp_path):
+def test_files_with_an_output_target_are_checked(model, texts, state, tmp_path):
     path = tmp_path / "p.json"
     tune_output(model, *texts, max_kl=TARGET, state=state).save(path)
     good = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""`sparge tune --max-kl` and `--max-perplexity`: a budget of the model's output.
+"""`sparge tune --max-kl` and `--max-perplexity`: a target of the model's output.
 
 Nothing but the state file is written until the target is met on held-out text; Ctrl-C keeps it,
 and the same command resumes, also with another target.
@@ -20,8 +20,8 @@ from sparge.cli.profile_command import held_out_lines, layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.values.profile import Profile
 
-from ..tuning.output_budget import TargetNotMet, check_target, steps_in_all, tune_output
 from ..tuning.output_measure import KL, PERPLEXITY
+from ..tuning.output_target import TargetNotMet, check_target, steps_in_all, tune_output
 from ..tuning.scored_layers import attention_layers
 from .trace_command import LENGTH
 

@@ -18,7 +18,7 @@ from sparge.values.recipe import VISION
 from ..optional_libraries import need_libraries
 from ..tuning import Trace, schedule_of, trace_pipeline, tune_renders
 from ..tuning.pipeline_tracer import STEPS
-from ..tuning.render_budget import DENSE_FIRST, MASSES, check_psnr
+from ..tuning.render_target import DENSE_FIRST, MASSES, check_psnr
 from .arguments import PIPELINE, kind_of
 from .pipeline_options import call_of, open_given, prompts_of
 from .pipeline_options import schedule_of as given_schedule

@@ -1,4 +1,4 @@
-"""`python -m sparge_tools.studies.output_budget` on a tiny model."""
+"""`python -m sparge_tools.studies.output_target` on a tiny model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 
 from sparge_tools import zoo
-from sparge_tools.studies import output_budget
-from sparge_tools.studies.output_budget import Row, density_at, main, verdicts
+from sparge_tools.studies import output_target
+from sparge_tools.studies.output_target import Row, density_at, main, verdicts
 from tiny_llama import Letters, sharp_llama
 
 pytest.importorskip("transformers")
@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 @pytest.fixture
 def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "load", lambda name, dtype=None: (sharp_llama().to(dtype), Letters()))
-    monkeypatch.setattr(output_budget, "MASSES", (0.98, 0.9))
+    monkeypatch.setattr(output_target, "MASSES", (0.98, 0.9))
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(33 + (i * i * 7 + i // 3) % 90) for i in range(20000)))
     sizes = {"length": 640, "inputs": 1, "windows": 2, "max-kl": 0.01}

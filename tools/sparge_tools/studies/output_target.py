@@ -1,6 +1,6 @@
 """A profile tuned to a KL against one recipe for all layers.
 
-    python -m sparge_tools.studies.output_budget
+    python -m sparge_tools.studies.output_target
 
 Density at the same KL on held-out text, and what each part of the allocation is worth: one mass
 per layer instead of one per head, and every layer as sensitive as the others.
@@ -30,9 +30,9 @@ from .. import zoo
 from ..commands.arguments import MODEL, check_file
 from ..tuning.layer_levels import MASSES as KNOWN
 from ..tuning.layer_levels import Level, even_levels
-from ..tuning.output_budget import request_of
 from ..tuning.output_measure import LanguageMeasure, evaluating
 from ..tuning.output_state import OutputState
+from ..tuning.output_target import request_of
 from ..tuning.scored_layers import (
     Levels,
     TunedModel,
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m sparge_tools.studies.output_budget", description=__doc__)
+    parser = Parser(prog="python -m sparge_tools.studies.output_target", description=__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME|DIR", default=MODEL, help="default: %(default)s")
     add("--text", metavar="NAME|FILE", default="essays", help="default: %(default)s")
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
                 tuned, inputs, held_out, args.max_kl, state, masses=args.masses, parts=args.parts
             )
     document = {
-        "format": "sparge.benchmarks.output_budget/1",
+        "format": "sparge.benchmarks.output_target/1",
         **where,
         "model": args.model,
         "length": args.length,

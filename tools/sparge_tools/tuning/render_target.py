@@ -29,8 +29,8 @@ from sparge.values.schedule import Schedule
 from ..renders.compare import Prompt, Settings, checked_call, plain, quiet_bars, refuse_accelerated
 from ..renders.media import LATENT
 from .model_tracer import inputs_digest
-from .output_budget import State, Step, TargetNotMet
 from .output_state import OutputState
+from .output_target import State, Step, TargetNotMet
 from .pipeline_tracer import chosen_layers
 from .render_search import PSNR, Level, Renderer, Verified, search_levels
 from .search import NO_GAIN

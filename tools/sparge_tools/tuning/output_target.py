@@ -1,4 +1,4 @@
-"""Tune a model to a budget of its own output: divergence or perplexity of a language model.
+"""Tune a model to a target of its own output: divergence or perplexity of a language model.
 
 Each layer gets the error that buys the most sparsity for what it does to the output. The result is
 verified on held-out inputs; what the profile promises is what was measured there.
