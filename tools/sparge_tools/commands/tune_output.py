@@ -22,7 +22,6 @@ from sparge.values.profile import Profile
 
 from ..tuning.output_measure import KL, PERPLEXITY
 from ..tuning.output_target import TargetNotMet, check_target, steps_in_all, tune_output
-from ..tuning.scored_layers import attention_layers
 from .trace_command import LENGTH
 
 OUTPUT_INPUTS, HELD_OUT = 2, 3
@@ -104,10 +103,9 @@ def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
         inputs=OUTPUT_INPUTS if args.inputs is None else args.inputs,
         held_out=HELD_OUT if args.held_out is None else args.held_out,
     )
-    layers = attention_layers(model, args.layers)
 
     def tune() -> Profile:
-        with progress("tuning", steps_in_all(len(layers), len(mine))) as step:
+        with progress("tuning", steps_in_all(len(mine))) as step:
             return tune_output(
                 model,
                 [window.tokens for window in mine],
