@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from sparge.support.errors import Unsupported
+from sparge import Unsupported
 
 from .optional_libraries import need_libraries
 

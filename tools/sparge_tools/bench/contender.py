@@ -12,12 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.api.attention import attention, explain, make_plan
+from sparge import BlockPlan, Run, Unsupported, attention, explain, make_plan, record
 from sparge.interop import to_flex
-from sparge.support.errors import Unsupported
 from sparge.support.turns import HOST, timer
-from sparge.values.blockplan import BlockPlan
-from sparge.values.run import Run, record
 
 from .flash import KINDS as FLASH_KINDS
 from .flash import flash_attention

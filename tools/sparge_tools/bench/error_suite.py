@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.api.attention import attention
-from sparge.values.recipe import KeepError, Recipe
-from sparge.values.run import record
+from sparge import KeepError, Recipe, attention, record
 
 from .adversarial import Adversary
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sparge import VISION, KeepFraction, Recipe
 from sparge.api.accuracy import spread_rows
 from sparge.reorder import reorder_tokens, restore_tokens
 from sparge.support.turns import take_turns, threads, timer
-from sparge.values.recipe import VISION, KeepFraction, Recipe
 
 from ..synthetic_video import video_qkv
 from .cases import SAMPLED_ROWS, Case, Row, case_rows, measure_contenders

@@ -12,11 +12,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from sparge import DEFAULT, KeepError
 from sparge.cli import BAD_RESULT, OK
 from sparge.cli.arguments import add_recipe, whole
 from sparge.cli.machine import where_it_runs
 from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
-from sparge.values.recipe import DEFAULT, KeepError
 
 from ..bench.adversarial import FAMILIES, adversaries
 from ..bench.error_suite import BUDGETS, FACTOR, OVER, SEEN, failures, run_suite, summarize

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparge import Profile
 from sparge.cli import OK
 from sparge.cli.arguments import DTYPES
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table, to_json
 from sparge.support.atomic_files import replace_file
 from sparge.support.turns import threads
-from sparge.values.profile import Profile
 
 from ..optional_libraries import need_libraries
 from .arguments import PIPELINE, check_directory, eval_directory, refuse_options

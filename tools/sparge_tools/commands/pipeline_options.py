@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from sparge import Profile, Schedule
 from sparge.cli.arguments import DTYPES, whole
-from sparge.values.profile import Profile
-from sparge.values.schedule import Schedule
 
 from ..tuning import schedule_of as tuned_schedule
 from .arguments import json_object, order, schedule

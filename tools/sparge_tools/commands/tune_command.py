@@ -12,12 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+from sparge import DEFAULT, VISION, Profile
 from sparge.cli import INTERRUPTED, OK
 from sparge.cli.arguments import add_json, add_recipe
 from sparge.cli.profile_command import layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.values.profile import Profile
-from sparge.values.recipe import DEFAULT, VISION
 
 from ..tuning import PRESETS, Trace, bounds_of, tune
 from ..tuning.presets import check_bounds

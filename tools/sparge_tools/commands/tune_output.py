@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from sparge import Profile
 from sparge.cli import BAD_RESULT, INTERRUPTED, OK
 from sparge.cli.arguments import DTYPES, whole
 from sparge.cli.profile_command import held_out_lines, layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.values.profile import Profile
 
 from ..tuning.output_measure import KL, PERPLEXITY
 from ..tuning.output_target import TargetNotMet, check_target, steps_in_all, tune_output

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sparge import VISION, Profile
 from sparge.cli.arguments import DTYPES
 from sparge.cli.profile_command import held_out_lines, layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.values.profile import Profile
-from sparge.values.recipe import VISION
 
 from ..optional_libraries import need_libraries
 from ..tuning import Trace, schedule_of, trace_pipeline, tune_renders

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from sparge.models import accelerate
-from sparge.values.geometry import BLOCK_Q
+from sparge import BLOCK_Q, accelerate
 
 from .. import zoo
 from ..optional_libraries import need_libraries

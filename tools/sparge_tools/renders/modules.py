@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge import VISION, Recipe
 from sparge.routing import AUTO
 from sparge.support.turns import timer
-from sparge.values.recipe import VISION, Recipe
 
 from ..zoo import ZooModule
 from .compare import Settings, refuse_accelerated

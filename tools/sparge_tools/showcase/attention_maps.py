@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.api.accuracy import exact_weights, output_error
-from sparge.api.attention import attention, make_plan
-from sparge.values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset, in_blocks
-from sparge.values.recipe import Recipe
+from sparge import BLOCK_K, BLOCK_Q, Recipe, attention, make_plan, output_error
+from sparge.api.accuracy import exact_weights
+from sparge.values.geometry import diagonal_offset, in_blocks
 from sparge.values.tokenmask import TokenMask
 
 from .result import AttentionMap

@@ -37,6 +37,7 @@ from xml.etree import ElementTree
 
 import torch
 
+from sparge import Unsupported
 from sparge.backends.triton.cost import COST
 from sparge.backends.triton.packages import triton_version
 from sparge.backends.triton.roofline import card_of, roofline
@@ -46,7 +47,6 @@ from sparge.cli.machine import devices, where_it_runs
 from sparge.cli.screen import to_json
 from sparge.routing.crossover import Crossover
 from sparge.support.atomic_files import replace_file
-from sparge.support.errors import Unsupported
 
 from ..commands.arguments import check_file
 from .gpu_estimates import replacements

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from sparge import DEFAULT
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import DTYPES, add_json, whole
 from sparge.cli.machine import where_it_runs
 from sparge.cli.screen import Column, Table, console, deliver, share, show_table
-from sparge.values.recipe import DEFAULT
 
 from .. import zoo
 from ..commands.arguments import MODEL, check_file

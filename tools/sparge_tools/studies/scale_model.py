@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sparge import BLOCK_Q
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, wholes
 from sparge.cli.screen import (
@@ -34,7 +35,6 @@ from sparge.cli.screen import (
     share,
     show_table,
 )
-from sparge.values.geometry import BLOCK_Q
 
 from ..commands.arguments import check_file, words
 from .scale_costs import Layer, Machine, estimate

@@ -20,7 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.api.attention import attend, attention, explain, make_plan
+from sparge import (
+    DEFAULT,
+    BlockPlan,
+    KeepAll,
+    KeepFraction,
+    KeepMass,
+    Recipe,
+    attend,
+    attention,
+    explain,
+    make_plan,
+    record,
+)
 from sparge.backends.cpu import library as native
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, whole
@@ -40,9 +52,6 @@ from sparge.cli.self_check import Truth, relative_l1
 from sparge.routing import get_backend
 from sparge.support.turns import take_turns
 from sparge.synthetic import structured_qkv
-from sparge.values.blockplan import BlockPlan
-from sparge.values.recipe import DEFAULT, KeepAll, KeepFraction, KeepMass, Recipe
-from sparge.values.run import record
 
 from ..commands.arguments import check_file
 

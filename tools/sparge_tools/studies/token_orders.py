@@ -20,16 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge import BLOCK_K, BLOCK_Q, KeepError, KeepMass, Recipe, attention, record
 from sparge.api.accuracy import exact_outputs, spread_rows
-from sparge.api.attention import attention
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
 from sparge.reorder import check_grid, check_order, reorder_tokens, restore_tokens
-from sparge.values.geometry import BLOCK_K, BLOCK_Q, in_blocks
-from sparge.values.recipe import KeepError, KeepMass, Recipe
-from sparge.values.run import record
+from sparge.values.geometry import in_blocks
 from sparge.values.tokenmask import TokenMask
 
 from ..commands.arguments import check_file, words

@@ -19,14 +19,12 @@ from typing import Any
 
 import torch
 
+from sparge import KeepError, Profile, Recipe, accelerate
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import where_it_runs
 from sparge.cli.screen import Column, Table, console, deliver, error, share, show_table
-from sparge.models import accelerate
 from sparge.routing import CPU
-from sparge.values.profile import Profile
-from sparge.values.recipe import KeepError, Recipe
 
 from .. import zoo
 from ..commands.arguments import MODEL, check_file

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparge import DEFAULT, Profile, Recipe
 from sparge.routing import AUTO
-from sparge.values.profile import HeadSettings, LayerSettings, Profile
-from sparge.values.recipe import DEFAULT, Recipe
+from sparge.values.profile import HeadSettings, LayerSettings
 
 from .capture import BLOCKS
 from .model_tracer import Inputs, as_arguments

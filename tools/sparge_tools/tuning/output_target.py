@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparge import __version__
+from sparge import DEFAULT, Profile, Recipe, __version__
 from sparge.routing import AUTO
 from sparge.support.cpuinfo import cpu_name
 from sparge.values.fingerprint import fingerprint
-from sparge.values.profile import LayerSettings, Profile
-from sparge.values.recipe import DEFAULT, Recipe
+from sparge.values.profile import LayerSettings
 
 from .capture import BLOCKS
 from .model_tracer import Inputs, inputs_digest

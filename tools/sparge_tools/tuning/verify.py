@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparge.models import accelerate
+from sparge import KeepMass, Profile, accelerate
 from sparge.values.fingerprint import fingerprint
-from sparge.values.profile import HeadSettings, LayerSettings, Profile
-from sparge.values.recipe import KeepMass
+from sparge.values.profile import HeadSettings, LayerSettings
 
 from .allocate import Option, allocate
 from .model_tracer import Inputs, inputs_digest

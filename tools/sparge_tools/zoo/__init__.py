@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from sparge import Profile
 from sparge.support.cpuinfo import cpuinfo
-from sparge.values.profile import Profile
 
 from ..optional_libraries import need_libraries
 from . import model_files, text_files
