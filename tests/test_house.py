@@ -26,6 +26,7 @@ FLOORS = [
     "backends",
     "routing",
     "engine",
+    "interop",
     "api",
     "parallel",
     "models",

@@ -53,7 +53,8 @@ def draw(recipes: dict[str, Recipe]) -> str:
         plan = sparge.make_plan(
             query, key, is_causal=True, recipe=recipe, backend="reference", **given
         )
-        error = sparge.sampled_error(query, key, value, plan, recipe=recipe)[0, HEAD]
+        out, _ = sparge.attend(query, key, value, plan, recipe=recipe, backend="reference")
+        error = sparge.output_error(query, key, value, out, is_causal=True)[0, HEAD]
         kept = plan.to_mask()[0, HEAD]
         density = kept.sum() / plan.allowed[0, HEAD].sum()
         parts.append(f'<g transform="translate({GAP + i * (SIDE + GAP)},44)">')

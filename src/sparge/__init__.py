@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from .api.accuracy import output_error
-from .api.attention import attend, attention, explain, make_plan, sampled_error
+from .api.attention import attend, attention, explain, make_plan
 from .api.merge import merge
 from .api.varlen import attention_varlen
 from .backends.triton.warm import warm
@@ -51,13 +51,12 @@ __all__ = [
     "output_error",
     "record",
     "register_backend",
-    "sampled_error",
     "warm",
 ]
 
 
 def __getattr__(name: str) -> _Any:
     """The parts that are imported when they are first named."""
-    if name in ("compat", "parallel", "reorder"):
+    if name in ("compat", "interop", "parallel", "reorder"):
         return _import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

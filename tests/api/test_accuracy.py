@@ -8,7 +8,7 @@ import torch
 import oracle
 import sparge
 from oracle import make_qkv
-from sparge.api.accuracy import sample_rows
+from sparge.api.accuracy import spread_rows
 
 
 def truth(out, exact, rows=None):
@@ -49,6 +49,7 @@ CALLS = {
 }
 
 
+@pytest.mark.rule("3.17")
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("name", CALLS)
 def test_all_rows_against_fp64(name, heads):
@@ -68,7 +69,7 @@ def test_all_rows_against_fp64(name, heads):
 def test_the_sampled_rows_and_no_others():
     q, k, v = make_qkv(B=2, Hq=2, Lq=300)
     exact, _ = oracle.dense(q, k, v, is_causal=True)
-    rows = sample_rows(300, 7)
+    rows = spread_rows(300, 7)
     out = exact.float()
     out[:, :, rows] *= 1.25
     error = sparge.output_error(q, k, v, out, is_causal=True, rows=7)
@@ -80,8 +81,8 @@ def test_the_sampled_rows_and_no_others():
 
 @pytest.mark.parametrize("L, n", [(1, 64), (5, 64), (64, 64), (1000, 64), (1000, 1)])
 def test_rows_come_one_from_each_part(L, n):
-    rows = sample_rows(L, n)
-    assert torch.equal(rows, sample_rows(L, n))
+    rows = spread_rows(L, n)
+    assert torch.equal(rows, spread_rows(L, n))
     assert len(rows) == min(L, n)
     for i, row in enumerate(rows.tolist()):
         assert i * L // len(rows) <= row < (i + 1) * L // len(rows)

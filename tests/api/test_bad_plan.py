@@ -24,7 +24,6 @@ from refusals import (
     n_q,
     q,
     refused,
-    sampled_error,
     v,
 )
 from sparge import BlockPlan, QTensor
@@ -44,7 +43,7 @@ ONE_HEAD = BlockPlan.from_mask(blocks(B, 1, n_q, n_k), Lq=Lq, Lk=Lk)
 ONE_BATCH = BlockPlan.from_mask(blocks(1, Hq, n_q, n_k), Lq=Lq, Lk=Lk)
 
 
-@each(attend, sampled_error)
+@each(attend)
 @pytest.mark.parametrize(
     "plan, error, says",
     [

@@ -246,13 +246,10 @@ def test_autocast_of_the_stages(autocast):
     with autocast:
         plan = sparge.make_plan(q, k, recipe=recipe)
         out, lse = sparge.attend(q, k, v, plan, recipe=recipe)
-        error = sparge.sampled_error(q, k, v, plan, recipe=recipe)
     assert plan.equal(sparge.make_plan(*halves[:2], recipe=recipe))
     want, want_lse = sparge.attend(*halves, plan, recipe=recipe)
     assert torch.equal(out, want)
     assert torch.equal(lse, want_lse)
-    assert torch.equal(error, sparge.sampled_error(*halves, plan, recipe=recipe))
-    assert float(error.min()) > 0
 
 
 def test_autocast_leaves_float64_alone(autocast):

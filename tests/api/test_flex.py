@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import sparge
 from plans import EXACT, a_plan
 from sparge import BlockPlan
+from sparge.interop import to_flex
 
 # --- FlexAttention ----------------------------------------------------------------------------
 
@@ -22,7 +23,7 @@ def tensors(Lq, Lk, *, B=1, Hq=2, Hk=2, D=16, Dv=16):
 
 def flex_and_attend(plan, q, k, v, flex=flex_attention):
     gqa = q.shape[1] != k.shape[1]
-    got = flex(q, k, v, block_mask=plan.to_flex(), enable_gqa=gqa)
+    got = flex(q, k, v, block_mask=to_flex(plan), enable_gqa=gqa)
     want, _ = sparge.attend(q, k, v, plan, recipe=EXACT, enable_gqa=gqa, backend="reference")
     return got, want
 
@@ -60,7 +61,7 @@ def test_flex_with_shared_heads_and_batches():
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flex_lists_name_each_kept_block_once(is_causal):
     plan = a_plan(500, 700, is_causal=is_causal, align="bottom_right")
-    block_mask = plan.to_flex()
+    block_mask = to_flex(plan)
     assert tuple(block_mask.BLOCK_SIZE) == (128, 64)
     assert tuple(block_mask.seq_lengths) == (500, 700)
     seen = torch.zeros_like(plan.to_mask(), dtype=torch.int64)
@@ -89,4 +90,4 @@ def test_a_plan_made_with_a_token_mask_has_no_flex_form():
     tokens = torch.ones(1, 1, 10, 10, dtype=torch.bool)
     plan = BlockPlan.from_mask(mask, Lq=10, Lk=10, attn_mask=tokens)
     with pytest.raises(ValueError, match=r"attn_mask.*mask_mod"):
-        plan.to_flex()
+        to_flex(plan)

@@ -27,13 +27,11 @@ dense = import_module("sparge.backends.dense")
 
 @pytest.mark.parametrize("predictor", ["rows", "blend"])
 def test_keys_in_slices_change_no_bit(monkeypatch, predictor):
-    q, k, v = clustered_qkv(Hq=2, L=400, noise=0.8)
+    q, k, _ = clustered_qkv(Hq=2, L=400, noise=0.8)
     recipe = Recipe(KeepMass(0.7), predictor=predictor)
     whole = sparge.make_plan(q, k, is_causal=True, recipe=recipe)
-    error = sparge.sampled_error(q, k, v, whole, recipe=recipe)
     monkeypatch.setattr(scores, "KEYS_AT_ONCE", 100)
     assert sparge.make_plan(q, k, is_causal=True, recipe=recipe) == whole
-    assert same_bits(sparge.sampled_error(q, k, v, whole, recipe=recipe), error)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

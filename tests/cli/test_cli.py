@@ -14,10 +14,10 @@ import sparge
 from cli_runs import EXPLAIN, complaint, run_text
 from sparge import cli
 from sparge.cli import main, screen
-from sparge.cli.arguments import check_directory
-from sparge.cli.table import Column, Table, to_json
+from sparge.cli.screen import Column, Table, to_json
 from sparge_tools import zoo
 from sparge_tools.commands import bench_command
+from sparge_tools.commands.arguments import check_directory
 
 pytestmark = pytest.mark.usefixtures("piped")
 
@@ -225,5 +225,5 @@ def test_the_zoo_without_filelock_names_the_extra(tmp_path):
     done = run_without(["filelock"], code, SPARGE_CACHE=str(tmp_path))
     assert done.stderr == ""
     assert "filelock: not installed" in done.stdout
-    assert 'pip install "sparge[zoo]"' in done.stdout
+    assert 'pip install "sparge-tools[zoo]"' in done.stdout
     assert list(tmp_path.iterdir()) == []

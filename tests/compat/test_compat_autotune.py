@@ -293,8 +293,8 @@ def test_values_set_as_the_original_sets_them():
 
 
 @pytest.fixture
-def tuner(monkeypatch):
-    """A tuner that answers from a list, and keeps what it was asked."""
+def tuner(monkeypatch, tmp_path):
+    """An installed tuner that answers from a list, and keeps what it was asked."""
     module = ModuleType("a_tuner")
     module.asked, module.answers = [], []
 
@@ -304,17 +304,20 @@ def tuner(monkeypatch):
 
     module.tune_head_settings = tune_head_settings
     monkeypatch.setitem(sys.modules, "a_tuner", module)
-    monkeypatch.setattr(autotune, "TUNER", "a_tuner")
+    metadata = tmp_path / "a_tuner-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: a-tuner\nVersion: 1\n")
+    entry = "[sparge.tuner]\ntune_head_settings = a_tuner:tune_head_settings\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    monkeypatch.syspath_prepend(tmp_path)
     return module
 
 
 def test_without_a_tuner_tuning_is_refused(monkeypatch):
-    monkeypatch.setattr(autotune, "TUNER", "sparge.no_such_tuner")
+    monkeypatch.setattr(autotune, "TUNER", "sparge.no_such_group")
     q, k, v = oracle.make_qkv(Lq=140)
-    with pytest.raises(sparge.Unsupported, match=r"no tuner\n.*load_sparse_attention_state_dict"):
-        SparseAttentionMeansim()(q, k, v, tune_mode=True)
-    monkeypatch.setattr(autotune, "TUNER", "sparge.support.errors")  # there, but it cannot tune
-    with pytest.raises(sparge.Unsupported, match="no tuner"):
+    why = r'has the tuner(?s:.*)pip install "sparge\[tools\]"(?s:.*)load_sparse'
+    with pytest.raises(sparge.Unsupported, match=why):
         SparseAttentionMeansim()(q, k, v, tune_mode=True)
 
 

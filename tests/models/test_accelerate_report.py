@@ -12,7 +12,7 @@ import oracle
 import sparge
 import tiny_models as tiny
 from sparge import DEFAULT, KeepFraction, KeepMass, Recipe
-from sparge.api.accuracy import ROWS, sample_rows
+from sparge.api.accuracy import ROWS, spread_rows
 from tiny_models import ids_of, padded, same
 
 SPARSE = Recipe(KeepFraction((0.3, 0.5, 0.7, 0.9)), precision="int8", pv_skip=2.0, local_blocks=0)
@@ -76,7 +76,7 @@ def test_the_measured_error_is_that_of_fp64_on_the_same_rows():
             out = sparge.attention(query, key, value, **facts, recipe=SPARSE, backend="cpu")
             facts = {k: v for k, v in facts.items() if k != "enable_gqa"}
             exact, _ = oracle.dense(query, key, value, **facts)
-            rows = sample_rows(query.shape[2], ROWS)
+            rows = spread_rows(query.shape[2], ROWS)
             wrong = (out.double() - exact)[:, :, rows].abs().sum((2, 3))
             each.append((wrong / exact[:, :, rows].abs().sum((2, 3))).mean(0))
         want = torch.stack(each).mean(0)

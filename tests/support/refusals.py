@@ -74,15 +74,11 @@ def attend(query, key, value, **options):
     return sparge.attend(query, key, value, **{"plan": PLAN, **options})
 
 
-def sampled_error(query, key, value, **options):
-    return sparge.sampled_error(query, key, value, **{"plan": PLAN, **options})
-
-
 def each(*functions):
     return pytest.mark.parametrize("function", functions, ids=lambda f: f.__name__)
 
 
-WITH_VALUE = (attention, reference, explain, attend, sampled_error)
+WITH_VALUE = (attention, reference, explain, attend)
 
 
 EVERY = (*WITH_VALUE, make_plan)

@@ -236,17 +236,3 @@ def test_tampered_files_are_refused(tmp_path, changes):
     write(path, CAUSAL, **changes)
     with pytest.raises(ValueError, match=r"plan\.safetensors is damaged"):
         BlockPlan.load(path)
-
-
-def test_files_of_format_1_are_read(tmp_path):
-    """They had the alignment of the diagonal in place of its offset."""
-    path = tmp_path / "plan.safetensors"
-    old = {"drop": ("offset",), "form": "sparge.blockplan/1"}
-    for align, offset in (("top_left", 0), ("bottom_right", 200)):
-        plan = a_plan(is_causal=True, align=align)
-        write(path, plan, facts={"causal_align": align}, **old)
-        back = BlockPlan.load(path)
-        assert (back.offset, back) == (offset, plan)
-    write(path, plan, facts={"causal_align": "center"}, **old)
-    with pytest.raises(ValueError, match="causal_align 'center'"):
-        BlockPlan.load(path)

@@ -220,18 +220,9 @@ def test_a_damaged_file_says_so(tmp_path):
         Profile.load(tmp_path / "none.json")
 
 
-def test_format_1_still_loads_and_is_written_as_2(tmp_path):
-    data = profile_of(Model()).to_dict()
-    (tmp_path / "old.json").write_text(json.dumps({**data, "format": "sparge.profile/1"}))
-    profile = Profile.load(tmp_path / "old.json")
-    assert profile == profile_of(Model())
-    assert profile.to_dict()["format"] == "sparge.profile/2"
-
-
-def test_format_1_may_hold_sample_rows_that_mean_never_reads():
+def test_a_file_may_hold_sample_rows_that_mean_never_reads():
     data = profile_of(Model()).to_dict()
     data["layers"]["blocks.0"]["sample_rows"] = 9
-    data["format"] = "sparge.profile/1"
     assert Profile.from_dict(data).recipe_for("blocks.0").sample_rows == 4
 
 

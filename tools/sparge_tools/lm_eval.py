@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from sparge.support.errors import Unsupported
-from sparge.support.optional_libraries import need_libraries
+from sparge import Unsupported
+
+from .optional_libraries import need_libraries
 
 
 def main() -> int:

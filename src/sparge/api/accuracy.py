@@ -1,6 +1,7 @@
-"""The error of an attention output: a few of its rows recomputed exactly from the same inputs.
+"""Exact attention of a few rows, and the error of an output against it.
 
-It does not matter what made the output: skipping, 8 bits, or another library.
+The rows are recomputed in plain torch from the same inputs; it does not matter what made the
+output: skipping, 8 bits, or another library.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..engine.check import check_call
-from ..rules.exact_rows import row_outputs
 from ..support.autocast import without_autocast
+from ..values.call import work_dtype
 from ..values.geometry import slices_of
 from ..values.tokenmask import TokenMask, as_4d
 
@@ -59,7 +60,7 @@ def output_error(
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"rows must be a whole number of at least 1, got {rows!r}")
     tokens = TokenMask(call.Lq, call.Lk, is_causal, call.offset, as_4d(attn_mask))
-    chosen = sample_rows(call.Lq, rows).to(query.device)
+    chosen = spread_rows(call.Lq, rows).to(query.device)
     with torch.no_grad(), without_autocast(call.device):
         each = [
             _wrong_and_right(query, key, value, out, tokens, b, h, chosen, call.scale)
@@ -70,7 +71,7 @@ def output_error(
     return torch.where(wrong == 0, 0.0, wrong / right).float()
 
 
-def sample_rows(L: int, n: int) -> Tensor:
+def spread_rows(L: int, n: int) -> Tensor:
     """Up to n rows, one from each of n equal parts of the sequence; always the same ones.
 
     At random within its part: a fixed step would always meet the same place of a block.
@@ -79,6 +80,40 @@ def sample_rows(L: int, n: int) -> Tensor:
     edges = torch.arange(n + 1) * L // n
     within = torch.rand(n, generator=torch.Generator().manual_seed(0))
     return edges[:-1] + (within * (edges[1:] - edges[:-1])).long()
+
+
+def exact_weights(
+    query: Tensor, key: Tensor, tokens: TokenMask, b: int, h: int, rows: Tensor, *, scale: float
+) -> Tensor:
+    """Softmax weights `[rows, Lk]` of some rows of one query head, fp32 (fp64 for fp64 inputs).
+
+    A row that may attend nothing has weights of zero, as `attention` returns zeros for it.
+    """
+    work = work_dtype(query.dtype)
+    h_k = h * key.shape[1] // query.shape[1]
+    scores = query[b, h, rows].to(work) @ key[b, h_k].to(work).mT * scale
+    allowed, bias = tokens.region(b, h, rows, slice(None), query.device)
+    scores = scores if bias is None else scores + bias
+    scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return torch.softmax(scores, -1).masked_fill(nothing, 0.0)
+
+
+def exact_outputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: TokenMask,
+    b: int,
+    h: int,
+    rows: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Attention output `[rows, Dv]` of some rows of one query head, in the same dtype."""
+    weights = exact_weights(query, key, tokens, b, h, rows, scale=scale)
+    h_k = h * key.shape[1] // query.shape[1]
+    return weights @ value[b, h_k].to(weights.dtype)
 
 
 def _wrong_and_right(
@@ -96,7 +131,7 @@ def _wrong_and_right(
     sums = torch.zeros(2, dtype=torch.float64, device=query.device)
     for part in slices_of(len(rows), max(1, _SCORES // tokens.Lk)):
         some = rows[part]
-        exact = row_outputs(query, key, value, tokens, b, h, some, scale=scale).double()
+        exact = exact_outputs(query, key, value, tokens, b, h, some, scale=scale).double()
         sums[0] += (out[b, h, some].double() - exact).abs().sum()
         sums[1] += exact.abs().sum()
     return sums

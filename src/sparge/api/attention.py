@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..backends.dense import attend_dense
-from ..backends.reference.sampled_error import sampled_error as _sampled_error
 from ..engine.check import check_call, check_plan
-from ..engine.execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
+from ..engine.execute import run_attend, run_attention, run_plan, tokens_of
 from ..engine.ops import facts_of, plan_of_tensors
 from ..routing import Choice
 from ..routing.call_cache import check_and_choose
@@ -219,40 +218,6 @@ def attend(
     tensors = (query, key, value, inputs.attn_mask, plan.counts, plan.indices, plan.allowed)
     out, lse, _ = torch.ops.sparge.attend(*tensors, *facts_of(call), backend, plan.measured)
     return out, lse
-
-
-def sampled_error(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: BlockPlan,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    recipe: Recipe | None = None,
-) -> Tensor:
-    """What skipping costs, measured on a few exact rows of each query block: `[B, Hq]`.
-
-    Relative L1 between the output of those rows over the kept blocks and over all blocks.
-    """
-    query, key, value = map(_detached, as_autocast(query, key, value))
-    attn_mask = _detached(attn_mask)
-    call = check_call(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        is_causal=getattr(plan, "is_causal", False),
-        scale=scale,
-        enable_gqa=enable_gqa,
-        offset=getattr(plan, "offset", 0),
-        recipe=recipe,
-    )
-    check_plan(plan, call, query.device)
-    inputs = Inputs(query, key, value, as_4d(attn_mask))
-    with undisturbed(call.device):
-        return _sampled_error(call, inputs, plan, tokens_of(call, inputs))
 
 
 def explain(

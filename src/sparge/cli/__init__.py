@@ -11,12 +11,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from .. import __version__
 from ..support.errors import Unsupported
+from ..support.tools_package import COMMANDS as TOOL_COMMANDS
+from ..support.tools_package import need_tool
 
 OK, BAD_RESULT, MISTAKE, UNSUPPORTED, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = {
@@ -26,13 +27,12 @@ COMMANDS = {
     "warm": "compile the GPU kernels of a model's attention ahead of its first call",
     "eval": "measure a model, dense and sparse: a language model, a pipeline, a module of the zoo",
     "trace": "save a model's queries, keys and values on real inputs, for tuning elsewhere",
-    "tune": "find settings for every head under error bounds or a budget of the output",
+    "tune": "find settings for every head under error bounds or a target of the output",
     "profile": "show, compare or check a tuned profile",
     "bench": "measure attention against torch's SDPA and FlexAttention, stage by stage",
 }
 TOOLS = ("demo", "eval", "trace", "tune", "bench")
-"""Commands of the package sparge-tools, found by its entry points."""
-TOOLS_GROUP = "sparge.commands"
+"""Commands of the package sparge-tools."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,21 +82,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
         if name in argv:  # import no other command
-            module = _tool(name) if name in TOOLS else import_module(f"{__name__}.{name}_command")
+            module = _module(name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser.parse_args(argv)
 
 
-def _tool(name: str) -> Any:
-    """The module of a command that another package brings."""
-    found: tuple[EntryPoint, ...] = tuple(entry_points(group=TOOLS_GROUP, name=name))
-    if not found:
-        raise ValueError(
-            f"sparge {name} needs the package sparge-tools, which is not installed; install it "
-            'with: pip install "sparge[tools]" (in a clone: pip install . ./tools)'
-        )
-    return found[0].load()
+def _module(name: str) -> Any:
+    """The module of a command, of this package or of sparge-tools."""
+    if name in TOOLS:
+        return need_tool(TOOL_COMMANDS, name, what=f"sparge {name}")
+    return import_module(f"{__name__}.{name}_command")
 
 
 def _complain(message: str, code: int) -> int:

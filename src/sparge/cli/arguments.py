@@ -1,26 +1,18 @@
-"""Arguments that several commands share: how they are read, and checked before any work."""
+"""Arguments that several commands share: how they are read."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import tempfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
-from ..reorder import check_order
-from ..support.json_text import parse_json, short
 from ..values.recipe import Recipe
-from ..values.schedule import Schedule
 
-MODEL = "smollm2-135m-instruct"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RECIPE_BYTES = 1 << 20  # largest recipe file that is read
-LANGUAGE, PIPELINE, MODULE = "a language model", "a diffusers pipeline", "a module of the zoo"
+Value = TypeVar("Value")
 
 
 def whole(text: str) -> int:
@@ -39,44 +31,17 @@ def wholes(text: str) -> list[int]:
     return [whole(part) for part in text.split(",")]
 
 
-def words(text: str) -> list[str]:
-    """Words, such as prefill,needle."""
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 def recipe(text: str) -> Recipe:
     """A JSON object, or a file that holds one."""
+    return read_json(text, Recipe.from_json)
+
+
+def read_json(text: str, from_json: Callable[[str], Value]) -> Value:
+    """A value of its JSON object, or of a file that holds one."""
     try:
-        return Recipe.from_json(text if text.lstrip().startswith("{") else _read_small(text))
+        return from_json(text if text.lstrip().startswith("{") else _read_small(text))
     except (ValueError, TypeError) as mistake:
         raise argparse.ArgumentTypeError(str(mistake)) from None
-
-
-def schedule(text: str) -> Schedule:
-    """A JSON object, or a file that holds one."""
-    try:
-        return Schedule.from_json(text if text.lstrip().startswith("{") else _read_small(text))
-    except (ValueError, TypeError) as mistake:
-        raise argparse.ArgumentTypeError(str(mistake)) from None
-
-
-def order(text: str) -> str:
-    """The name of an order of tokens."""
-    try:
-        return check_order(text)
-    except ValueError as mistake:
-        raise argparse.ArgumentTypeError(str(mistake)) from None
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
-    try:
-        found = parse_json(text, "it")
-    except ValueError as mistake:
-        raise argparse.ArgumentTypeError(str(mistake)) from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {short(found)}")
-    return found
 
 
 def _read_small(path: str) -> str:
@@ -102,74 +67,8 @@ def add_recipe(parser: Any, **options: Any) -> None:
     parser.add_argument("--recipe", type=recipe, **about)
 
 
-def kind_of(model: str) -> str:
-    """What kind of model a name or directory is of; a language model where nothing else is seen."""
-    from sparge_tools.renders.open_pipeline import is_pipeline
-    from sparge_tools.zoo import MODELS
-    from sparge_tools.zoo.kinds import CONFIG, KINDS
-
-    if model in MODELS:
-        return LANGUAGE if KINDS[MODELS[model].kind].build is None else MODULE
-    if is_pipeline(model):
-        return PIPELINE
-    try:
-        facts = json.loads((Path(model) / CONFIG).read_text(encoding="utf-8"))
-        return MODULE if facts.get("kind") in KINDS else LANGUAGE
-    except (OSError, ValueError, AttributeError):
-        return LANGUAGE
-
-
-def refuse_options(args: argparse.Namespace, names: Iterable[str], kind: str) -> None:
-    """Raise ValueError if an option was given that says nothing to this kind of model."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value is not False:  # 0 is given
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} is not for {kind}, which {args.model} is; leave it out")
-
-
-def eval_directory(given: str | None, model: str) -> Path:
-    """Where `sparge eval` writes: as given, or named by the last part of the model's path."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).resolve().name) or "model"
-    return Path(given or f"sparge-eval-{name}")
-
-
 def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     """Set options that were not given; until then None tells that."""
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-
-
-def add_model(parser: argparse.ArgumentParser, more: str = "", **options: Any) -> None:
-    about = "a model of the zoo, or a directory that transformers or diffusers can load"
-    more = "; default: %(default)s" if "default" in options else more
-    parser.add_argument("--model", metavar="NAME|DIR", help=f"{about}{more}", **options)
-
-
-def add_text(parser: Any, more: str = "", **options: Any) -> None:
-    about = f"a text of the zoo, or a file{more}; default: essays"
-    parser.add_argument("--text", metavar="NAME|FILE", help=about, **options)
-
-
-def check_file(path: str, option: str = "--output") -> None:
-    """Raise ValueError if a file could not be written at `path`. Nothing is made."""
-    try:
-        target = Path(path)
-        if not target.name or (target.exists() and not target.is_file()):
-            # A device would be replaced by a file, not written to.
-            raise ValueError(f"{option} must name a file to make or replace, got {path!r}")
-        tempfile.TemporaryFile(dir=target.parent).close()
-    except OSError as error:
-        raise ValueError(f"{option} {path!r} cannot be written: {error.strerror}") from None
-
-
-def check_directory(path: str, option: str = "--output") -> None:
-    """Raise ValueError if files could not be written in a directory `path`. Nothing is made."""
-    try:
-        there = next(place for place in (Path(path), *Path(path).parents) if place.exists())
-        if not there.is_dir():
-            raise ValueError(f"{option} must name a directory, got {path!r}: {there} is a file")
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        raise ValueError(f"{option} {path!r} cannot be written: {error.strerror}") from None

@@ -17,7 +17,7 @@ from ..routing import cost_file as cache
 from ..routing.crossover import CLEARLY, DENSE_WAY, DTYPES, HEAD_DIMS, Crossover, name_of
 from ..support.errors import Unsupported
 from ..values.recipe import PRECISIONS
-from .table import Column, share
+from .screen import Column, share
 
 COLUMNS = (
     Column("dtype", "dtype"),

@@ -18,9 +18,8 @@ from . import BAD_RESULT, OK, crossover_status
 from .arguments import add_json
 from .gpu_status import gpu_lines, gpu_status
 from .machine import devices, environment, machine, versions
-from .screen import console, deliver, show_table
+from .screen import Column, Table, console, deliver, error, show_table
 from .self_check import LENGTH, check_backends
-from .table import Column, Table, error
 
 BACKEND_COLUMNS = (
     Column("backend", "backend"),

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
-from sparge_tools import zoo
-from sparge_tools.renders.open_pipeline import is_pipeline, open_pipeline
-
-from ..models.adapters import find_adapter
+from ..support.tools_package import MODELS, need_tool
 from ..values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
 from . import BAD_RESULT, OK
-from .arguments import add_json, add_model
-from .output_figures import budget_of, budget_words, held_out_lines, sensitivity_rows
-from .screen import console, deliver, show_table
-from .table import Column, Table, error, share
+from .arguments import add_json
+from .screen import Column, Table, console, deliver, error, share, show_table
+
+WORDS = {
+    "kl": "KL",
+    "perplexity": "perplexity",
+    "relative_l2": "change of the output",
+    "psnr": "PSNR",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_json(action)
     show.add_argument("--heads", action="store_true", help="also list every head")
     diff.add_argument("other", metavar="OTHER")
-    add_model(check)
+    about = "a model of the zoo, or a directory that transformers or diffusers can load"
+    check.add_argument("--model", metavar="NAME|DIR", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,24 +44,18 @@ def run(args: argparse.Namespace) -> int:
         document = {"format": "sparge.profile.diff/1", "differences": rows}
         deliver(document, args, lambda: _show_differences(args, rows))
         return BAD_RESULT if rows else OK
-    reasons = profile.mismatches(_model(args.model)) if args.model else []
+    reasons: list[str] = []
+    if args.model:
+        load_model = need_tool(MODELS, "load_model", what="--model")
+        reasons = profile.mismatches(load_model(args.model))
     document = {"format": "sparge.profile.check/1", "model": args.model, "reasons": reasons}
     deliver(document, args, lambda: _show_check(args, profile, reasons))
     return BAD_RESULT if reasons else OK
 
 
-def _model(name_or_path: str) -> nn.Module:
-    """The part of a model that a profile is for: of a pipeline, its denoisers."""
-    if not is_pipeline(name_or_path):
-        model: nn.Module = zoo.load(name_or_path)[0]
-        return model
-    pipe = open_pipeline(name_or_path, dtype=zoo.best_dtype())
-    return find_adapter(pipe)[1].model
-
-
 def layers_table(profile: Profile) -> Table:
     return Table(
-        title=f"{profile.name or profile.model.architecture}: {budget_words(profile)}, "
+        title=f"{profile.name or profile.model.architecture}: {target_words(profile)}, "
         f"density {profile.density:.3f}",
         columns=[
             Column("layer", "layer"),
@@ -103,24 +99,9 @@ def heads_table(name: str, layer: LayerSettings) -> Table:
     )
 
 
-def sensitivity_table(rows: list[dict[str, Any]]) -> Table:
-    return Table(
-        "how far each layer alone moves the output",
-        [
-            Column("layer", "layer"),
-            Column("changes", "error: change of the output"),
-            Column("chosen", "error\nchosen", error),
-        ],
-        rows,
-        ["the first error is 0: everything kept, the precision alone"],
-    )
-
-
 def _show(profile: Profile, heads: bool) -> None:
     screen, model = console(), profile.model
     show_table(screen, layers_table(profile))
-    if rows := sensitivity_rows(profile):
-        show_table(screen, sensitivity_table(rows))
     for name, layer in profile.named_settings().items():
         if heads and layer.is_tuned:
             show_table(screen, heads_table(name, layer))
@@ -148,7 +129,7 @@ def differences(a: Profile, b: Profile) -> list[dict[str, Any]]:
 
     for reason in a.model.differences(b.model):
         rows.append({"where": "model", "first": "", "second": reason})
-    note("bounds", budget_of(a), budget_of(b))
+    note("bounds", target_of(a), target_of(b))
     note("default", a.default.to_dict(), b.default.to_dict())
     first, second = a.named_settings(), b.named_settings()
     for name in dict.fromkeys([*first, *second]):
@@ -189,3 +170,58 @@ def _show_check(args: argparse.Namespace, profile: Profile, reasons: list[str]) 
     lines += [f"does not fit {args.model}: {reason}" for reason in reasons]
     lines += [f"it was tuned for {args.model}"] if args.model and not reasons else []
     console().print("\n".join(lines))
+
+
+def target_words(profile: Profile) -> str:
+    """The bounds or the target, as a title has it."""
+    if profile.bounds is not None:
+        l1, l2 = profile.bounds
+        return f"bounds {l1:g} and {'no second filter' if l2 is None else f'{l2:g}'}"
+    output = profile.output or {}
+    measure, target = str(output.get("measure")), output.get("target", 0.0)
+    if measure == "psnr":
+        return f"PSNR of renders at least {target:g} dB"
+    most = f"{target:.3%}" if measure == "perplexity" else f"{target:.3g}"
+    return f"{WORDS.get(measure, measure)} at most {most}"
+
+
+def target_of(profile: Profile) -> Any:
+    """The same as plain data, to compare."""
+    if profile.bounds is not None:
+        return list(profile.bounds)
+    output = profile.output or {}
+    return {name: output.get(name) for name in ("measure", "target")}
+
+
+def held_out_lines(profile: Profile) -> list[str]:
+    """A line for what was measured on held-out data, or one for each noise band."""
+    output = profile.output
+    if output is None:
+        return []
+    if "bands" in output:
+        return [
+            f"held out, noise {band['noise'][0]:g} to {band['noise'][1]:g}: "
+            f"{_figures(band['held_out'])}"
+            for band in output["bands"]
+        ]
+    return [f"held out: {_figures(output['held_out'])}"]
+
+
+def _figures(held: Mapping[str, Any]) -> str:
+    figures = []
+    if "kl" in held:
+        figures.append(f"KL {held['kl']:.5f} ± {held['kl_error']:.5f}")
+        figures.append(
+            f"perplexity {held['dense_perplexity']:.3f} → {held['perplexity']:.3f} "
+            f"({held['relative']:+.2%} ± {held['relative_error']:.2%})"
+        )
+        figures.append(f"{held['tokens']} tokens")
+    if "relative_l2" in held:
+        figures.append(f"change {held['relative_l2']:.4f} ± {held['relative_l2_error']:.4f}")
+        figures.append(f"{held['inputs']} inputs")
+    if "psnr" in held:
+        figures.append(f"PSNR {held['psnr']:.2f} ± {held['psnr_error']:.2f} dB")
+        figures.append(f"worst {held['psnr_worst']:.2f}, SSIM {held['ssim']:.4f}")
+        figures.append(f"FLIP {held['flip']:.4f}, {held['renders']} renders")
+    figures.append(f"density {held['density']:.3f}")
+    return ", ".join(figures)

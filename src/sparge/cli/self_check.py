@@ -7,20 +7,23 @@ prints no numbers if a check fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..api.accuracy import exact_weights
 from ..api.attention import attention, make_plan
 from ..routing import AUTO, DENSE, backends
 from ..support.errors import Unsupported
 from ..synthetic import structured_qkv
+from ..values.blockplan import BlockPlan
+from ..values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 from ..values.recipe import DEFAULT, KeepAll, KeepFraction, Recipe
 from ..values.run import record
-from .truth import Truth, relative_l1
+from ..values.tokenmask import OPEN, TokenMask
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 # About three times the reference's error on these inputs; a wrong block costs far more.
@@ -35,9 +38,6 @@ SPARSE_LENGTH = 1000
 OTHER_BLOCKS = 0.02
 """Share of the blocks that may differ from the reference's: rounding decides between blocks of
 nearly equal mass."""
-ROW_TOLERANCE = 0.05
-"""Largest error of a benchmark row against fp64 over its own blocks: ten times the usual error of
-8 bits and a bf16 output."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,59 @@ def check_sparse(names: Iterable[str], device: str = "cpu") -> list[Check]:
     return _checks(inputs, [(name, title, SPARSE[title]) for name in names for title in SPARSE])
 
 
-def wrong_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Messages about sparge's rows whose error against fp64 over the same blocks is too large."""
-    return [
-        f"{row['contender']} at length {row['length']}, head dim {row['head_dim']}: "
-        f"error {row['quantization_error']:.3g} against fp64 over its own blocks"
-        for row in rows
-        if row["kind"] == "sparse" and row["why_not"] is None
-        if not row["quantization_error"] < ROW_TOLERANCE  # also fails for NaN
-    ]
+class Truth:
+    """Attention of some query rows in fp64, on the CPU; Lq == Lk.
+
+    dense: `[B, Hq, rows, Dv]`, over all keys that each row may attend.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, rows: Tensor, is_causal: bool
+    ) -> None:
+        q, k, v = (x.cpu().double() for x in (query, key, value))
+        B, Hq, L, D = q.shape
+        tokens = TokenMask(L, L, is_causal)
+        weights = [
+            exact_weights(q, k, tokens, b, h, rows, scale=D**-0.5)
+            for b in range(B)
+            for h in range(Hq)
+        ]
+        self.rows, self.tokens = rows, tokens
+        self.query, self.key = q[:, :, rows], k.repeat_interleave(Hq // k.shape[1], 1)
+        self.weights = torch.stack(weights).unflatten(0, (B, Hq))
+        self.value = v.repeat_interleave(Hq // k.shape[1], 1)
+        self.dense = self.weights @ self.value
+
+    def of_blocks(self, plan: BlockPlan, pool_group: int | None = None) -> Tensor:
+        """Attention over the kept blocks, and over pooled entries of the others if they are pooled.
+        Comparing with it leaves out the sparsity error."""
+        kept = plan.to_mask().cpu()[:, :, self.rows // BLOCK_Q]
+        keys = kept.repeat_interleave(BLOCK_K, -1)[..., : self.weights.shape[-1]]
+        weights, value = self.weights * keys, self.value
+        if pool_group is not None:
+            entries, means = self._entries(kept, pool_group)
+            weights, value = torch.cat([weights, entries], -1), torch.cat([value, means], -2)
+        return weights @ value / weights.sum(-1, keepdim=True)
+
+    def _entries(self, kept: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Weights of pooled entries, in units of the dense weights, and their values."""
+        scale = self.query.shape[-1] ** -0.5
+        L = self.key.shape[2]
+        sizes = block_sizes(L, group).double()
+        k, v = (in_blocks(x, -2, group).sum(-2) / sizes[:, None] for x in (self.key, self.value))
+        scores = self.query @ self.key.mT * scale
+        if self.tokens.is_causal:
+            scores = scores.masked_fill(torch.arange(L) > self.rows[:, None], -torch.inf)
+        entries = self.query @ k.mT * scale + sizes.log() - scores.logsumexp(-1, keepdim=True)
+        kinds = self.tokens.block_kinds(torch.device("cpu"))[:, :, self.rows // BLOCK_Q]
+        pools = (~kept & (kinds == OPEN)).repeat_interleave(BLOCK_K // group, -1)
+        return entries.exp() * pools[..., : len(sizes)], v
+
+
+def relative_l1(out: Tensor, truth: Tensor) -> float:
+    """Σ|out - truth| / Σ|truth|, in fp64."""
+    out, truth = out.cpu().double(), truth.cpu().double()
+    return float((out - truth).abs().sum() / truth.abs().sum())
 
 
 class WrongBlocksError(Exception):
@@ -90,7 +134,7 @@ def _checks(inputs: Inputs, wanted: Iterable[tuple[str, str, Recipe]]) -> list[C
     """wanted: backend, name of the recipe, recipe."""
     rows = torch.arange(inputs[0].shape[2])
     truths = [Truth(*inputs, rows=rows, is_causal=causal) for causal in (True, False)]
-    return [_check(inputs, truths, *each) for each in wanted]
+    return [_check(inputs, truths, *named_recipe) for named_recipe in wanted]
 
 
 def _check(
@@ -118,8 +162,8 @@ def _error(inputs: Inputs, truth: Truth, name: str, recipe: Recipe) -> float:
     expected = truth.dense
     if not isinstance(recipe.keep, KeepAll):
         plan, meant = (
-            make_plan(*inputs[:2], backend=each, value=inputs[2], **options)
-            for each in (name, "reference")
+            make_plan(*inputs[:2], backend=backend, value=inputs[2], **options)
+            for backend in (name, "reference")
         )
         others = int((plan.to_mask() ^ meant.to_mask()).sum()) / int(meant.counts.sum())
         if others > OTHER_BLOCKS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,30 +17,20 @@ from torch import Tensor
 from ..support.atomic_files import replace_file
 from ..support.block_picture import draw_blocks
 from ..support.json_text import parse_json
-from .block_lists import (
-    BlockCSR,
-    BlockLists,
-    check_facts,
-    check_plan_tensors,
-    checked_tokens,
-    csr_of,
-    flex_mask,
-    lists_of,
-    mask_of,
-    read_csr,
-    read_lists,
-    read_mask,
-    split_lists,
+from .geometry import (
+    BLOCK_K,
+    BLOCK_Q,
+    CAUSAL_ALIGNS,
+    MAX_OFFSET,
+    ROW_GROUP,
+    block_sizes,
+    diagonal_offset,
+    n_blocks,
 )
-from .geometry import BLOCK_Q, CAUSAL_ALIGNS, ROW_GROUP, block_sizes, diagonal_offset
-from .tokenmask import EXCLUDED, TokenMask
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+from .tokenmask import EXCLUDED, TokenMask, as_4d, check_mask
 
 FILE_FORMAT = "sparge.blockplan/2"
-OLD_FORMAT = "sparge.blockplan/1"
-"""Had `causal_align` in place of `offset`; still read."""
+_MASK_DTYPES = (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +94,8 @@ class BlockPlan:
             raise ValueError(f"causal_align must be one of {CAUSAL_ALIGNS}, got {causal_align!r}")
         check_facts(Lq, Lk, is_causal)
         offset = diagonal_offset(Lq, Lk, causal_align)
-        return plan_from_mask(*read_mask(mask, TokenMask(Lq, Lk, is_causal, offset, attn_mask)))
+        given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
+        return plan_from_mask(mask, _checked_mask(mask, given))
 
     @property
     def diagonal(self) -> TokenMask:
@@ -113,83 +104,7 @@ class BlockPlan:
 
     def to_mask(self) -> Tensor:
         """The kept blocks as bool `[B, Hq, n_q, n_k]`."""
-        return mask_of(self.counts, self.indices, self.indices.shape[-1])
-
-    def to_flex(self) -> BlockMask:
-        """A FlexAttention `BlockMask` that computes the same pairs, compiled or eager."""
-        if self.has_mask:
-            raise ValueError(
-                "a plan made with attn_mask has no BlockMask equivalent here; make the plan "
-                "without it and put the mask into your own mask_mod"
-            )
-        return flex_mask(self.to_mask(), self.diagonal)
-
-    def to_csr(self, b: int | None = None, h: int | None = None) -> BlockCSR:
-        """`(indptr, indices)` of the rows of all heads, or of batch entry `b` or head `h` alone.
-
-        Stays on the plan's device; the host reads one number, how many blocks there are.
-        """
-        return csr_of(self.counts, self.indices, b, h)
-
-    @classmethod
-    def from_csr(
-        cls,
-        indptr: Tensor,
-        indices: Tensor,
-        *,
-        B: int = 1,
-        Hq: int = 1,
-        Lq: int,
-        Lk: int,
-        is_causal: bool = False,
-        offset: int = 0,
-        attn_mask: Tensor | None = None,
-    ) -> BlockPlan:
-        """The plan of a `BlockCSR` with `B · Hq` heads, less the blocks nothing may attend.
-
-        Lengths, diagonal and mask are not part of it and are given again, as the plan has them:
-        `offset` is 0 for `causal_align="top_left"` and `Lk - Lq` for `"bottom_right"`.
-        """
-        given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
-        return plan_from_mask(*read_csr(indptr, indices, (B, Hq), given))
-
-    def to_block_lists(self, attn_mask: Tensor | None = None) -> BlockLists:
-        """Partial and full blocks, as flash-attention's block sparsity takes them.
-
-        A plan made with `attn_mask` needs it again: it decides which blocks are full. Stays on
-        the plan's device; the host reads nothing.
-        """
-        if self.has_mask and attn_mask is None:
-            raise ValueError(
-                "attn_mask must be given for a plan made with one, got None: the mask decides "
-                "which blocks are full; pass the same mask"
-            )
-        B, Hq, _ = self.counts.shape
-        given = replace(self.diagonal, attn_mask=attn_mask)
-        return split_lists(self.to_mask(), checked_tokens(given, (B, Hq), self.counts.device))
-
-    @classmethod
-    def from_block_lists(
-        cls,
-        mask_block_cnt: Tensor,
-        mask_block_idx: Tensor,
-        full_block_cnt: Tensor | None = None,
-        full_block_idx: Tensor | None = None,
-        *,
-        Lq: int,
-        Lk: int,
-        is_causal: bool = False,
-        offset: int = 0,
-        attn_mask: Tensor | None = None,
-    ) -> BlockPlan:
-        """The plan of `BlockLists`, less the blocks nothing may attend.
-
-        Entries behind a count are not read, so lists may be narrower than `n_k`. Full blocks that
-        the diagonal or the mask cuts are refused. Lengths, diagonal and mask are as in `from_csr`.
-        """
-        given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
-        tensors = (mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx)
-        return plan_from_mask(*read_lists(tensors, given))
+        return mask_from_lists(self.counts, self.indices, self.indices.shape[-1])
 
     @property
     def density(self) -> float:
@@ -336,21 +251,14 @@ _FACTS = ("Lq", "Lk", "is_causal", "offset", "has_mask")
 
 def _facts_of_file(path: str | os.PathLike[str], metadata: dict[str, str]) -> dict[str, Any]:
     written = metadata.get("format")
-    if written not in (FILE_FORMAT, OLD_FORMAT):
+    if written != FILE_FORMAT:
         raise ValueError(
             f"{path} is not a block plan this version reads: its format is {written!r}, needed is "
             f"{FILE_FORMAT!r}"
         )
     facts = parse_json(metadata["plan"], f"{path} is damaged: its metadata")
-    names = set(_FACTS) if written == FILE_FORMAT else {*_FACTS, "causal_align"} - {"offset"}
-    if not isinstance(facts, dict) or set(facts) != names:
-        raise ValueError(f"{path} is damaged: its metadata must have exactly {sorted(names)}")
-    if written == OLD_FORMAT:
-        align = facts.pop("causal_align")
-        if align not in CAUSAL_ALIGNS:
-            raise ValueError(f"{path} is damaged: causal_align {align!r}")
-        check_facts(facts["Lq"], facts["Lk"], facts["is_causal"])
-        facts["offset"] = diagonal_offset(facts["Lq"], facts["Lk"], align)
+    if not isinstance(facts, dict) or set(facts) != {*_FACTS}:
+        raise ValueError(f"{path} is damaged: its metadata must have exactly {sorted(_FACTS)}")
     return facts
 
 
@@ -362,7 +270,7 @@ def raised_heads(measured: Tensor) -> Tensor:
 def plan_from_mask(kept: Tensor, tokens: TokenMask, *, measured: Tensor | None = None) -> BlockPlan:
     """The plan of a bool map `[B, Hq, n_q, n_k]`; blocks that nothing may attend are dropped."""
     may = (tokens.block_kinds(kept.device) != EXCLUDED).expand_as(kept)
-    counts, indices = lists_of(kept & may)
+    counts, indices = lists_from_mask(kept & may)
     allowed = may.sum(-1, dtype=torch.int32)
     return plan_from_lists(counts, indices, allowed, tokens, measured=measured)
 
@@ -387,3 +295,93 @@ def plan_from_lists(
         has_mask=tokens.attn_mask is not None,
         measured=measured,
     ).trust()
+
+
+def lists_from_mask(kept: Tensor, *, fill: int = -1) -> tuple[Tensor, Tensor]:
+    """Counts and ascending index lists, `fill` behind them."""
+    counts = kept.sum(-1, dtype=torch.int32)
+    order = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
+    used = torch.arange(kept.shape[-1], device=kept.device) < counts[..., None]
+    return counts, torch.where(used, order, fill).to(torch.int32)
+
+
+def mask_from_lists(counts: Tensor, indices: Tensor, n_k: int) -> Tensor:
+    """The bool map of lists; entries behind the count are not looked at."""
+    used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    # Unused entries land in an extra column that is cut off again.
+    where = torch.where(used, indices, n_k).long()
+    mask = torch.zeros((*indices.shape[:-1], n_k + 1), dtype=torch.bool, device=indices.device)
+    return mask.scatter_(-1, where, True)[..., :n_k]
+
+
+def block_counts(tokens: TokenMask) -> tuple[int, int]:
+    """`n_q, n_k` of some lengths."""
+    return n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
+
+
+def check_facts(
+    Lq: int,
+    Lk: int,
+    is_causal: bool,
+    has_mask: bool = False,
+    offset: int = 0,
+    where: str = "",
+) -> None:
+    """Raise unless these can be the lengths and the diagonal of a plan."""
+    for name, number in (("Lq", Lq), ("Lk", Lk), ("offset", offset)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{where}{name} must be a whole number, got {number!r}")
+    for name, length in (("Lq", Lq), ("Lk", Lk)):
+        if length < 1:
+            raise ValueError(f"{where}{name} must be at least 1, got {length}")
+    if abs(offset) > MAX_OFFSET:
+        raise ValueError(f"{where}offset must be within ±{MAX_OFFSET}, got {offset}")
+    for name, flag in (("is_causal", is_causal), ("has_mask", has_mask)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{where}{name} must be True or False, got {flag!r}")
+
+
+def check_plan_tensors(tensors: dict[str, Tensor], Lq: int, Lk: int, where: str) -> int:
+    """`n_k`, or raise unless counts, allowed and indices are those of a plan for these lengths."""
+    n_q, n_k = n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K)
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{where}{name} must be a tensor, got {x!r}")
+    counts = tensors["counts"]
+    if counts.dim() != 3 or 0 in counts.shape:
+        raise ValueError(
+            f"{where}counts must be [B, Hq, n_q], none of them 0, got {tuple(counts.shape)}"
+        )
+    shape = (*counts.shape[:2], n_q)
+    for name, needed in (("counts", shape), ("allowed", shape), ("indices", (*shape, n_k))):
+        x = tensors[name]
+        if tuple(x.shape) != needed or x.dtype != torch.int32:
+            raise ValueError(
+                f"{where}{name} must be int32 of shape {needed} for lengths {Lq} and {Lk}, got "
+                f"{x.dtype} {tuple(x.shape)}"
+            )
+    return n_k
+
+
+def checked_tokens(given: TokenMask, heads: tuple[int, int], device: torch.device) -> TokenMask:
+    """`given` with its mask checked for `heads` = `(B, Hq)` and viewed as 4-D."""
+    if given.attn_mask is None:
+        return given
+    weights = (*heads, given.Lq, given.Lk)
+    check_mask(given.attn_mask, weights, device=device, dtypes=_MASK_DTYPES)
+    return replace(given, attn_mask=as_4d(given.attn_mask))
+
+
+def _checked_mask(mask: Tensor, given: TokenMask) -> TokenMask:
+    """`given` with its token mask as 4-D; raises unless the bool map fits it."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"a block mask must be bool, got {came}; write mask.bool()")
+    needed = block_counts(given)
+    if mask.dim() != 4 or tuple(mask.shape[2:]) != needed:
+        raise ValueError(
+            f"a block mask for lengths {given.Lq} and {given.Lk} must have shape [B, Hq, "
+            f"{needed[0]}, {needed[1]}] (query blocks of {BLOCK_Q}, key blocks of {BLOCK_K} rows), "
+            f"got {tuple(mask.shape)}"
+        )
+    return checked_tokens(given, (mask.shape[0], mask.shape[1]), mask.device)

@@ -28,9 +28,8 @@ from .schedule import Schedule
 
 FAMILY = "sparge.profile"
 FORMAT, OUTPUT_FORMAT = f"{FAMILY}/2", f"{FAMILY}/3"
-READS = (f"{FAMILY}/1", FORMAT, OUTPUT_FORMAT)
-"""Format 1 has no noise bands. Format 3 has `output` in the place of bounds; profiles without it
-are still written as format 2, which earlier versions read."""
+READS = (FORMAT, OUTPUT_FORMAT)
+"""Format 3 has `output` in the place of bounds."""
 Heads = slice | Iterable[int] | None
 POOL_FIELDS = ("skipped", "pool_group")
 RECIPE_FIELDS = (
@@ -238,10 +237,10 @@ class Profile:
 
     layers: by the name of the attention module. default: the recipe of layers that were not tuned.
     bounds: `(l1, l2)` of the first filter and of both; l2 None: no second filter. None where the
-    budget was the model's output.
+    target was the model's output.
     calibration: what it was tuned on, for people to read.
-    output: of such a budget, its `measure` and `target`, what was measured on `held_out` data (in
-    every band, where there are noise bands), and the `sensitivity` of every layer.
+    output: of such a target, its `measure` and `target`, what was measured on `held_out` data (in
+    every band, where there are noise bands).
     """
 
     layers: Mapping[str, LayerSettings]
@@ -331,16 +330,16 @@ class Profile:
         warnings.warn(f"{message}; used anyway because of force=True", stacklevel=2)
 
     def to_dict(self) -> dict[str, Any]:
-        budget: dict[str, Any] = {"output": self.output}
+        target: dict[str, Any] = {"output": self.output}
         if self.bounds is not None:
-            budget = {"bounds": {"l1": self.bounds[0], "l2": self.bounds[1]}}
+            target = {"bounds": {"l1": self.bounds[0], "l2": self.bounds[1]}}
         return {
             "format": OUTPUT_FORMAT if self.bounds is None else FORMAT,
             "sparge": self.version,
             "date": self.date,
             "machine": self.machine,
             "model": ({"name": self.name} if self.name else {}) | asdict(self.model),
-            **budget,
+            **target,
             "calibration": dict(self.calibration),
             "default": self.default.to_dict(),
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
@@ -356,8 +355,8 @@ class Profile:
             )
         names = ("format", "sparge", "date", "machine", "model", "calibration", "default", "layers")
         by_output = isinstance(data, Mapping) and data.get("format") == OUTPUT_FORMAT
-        budget = "output" if by_output else "bounds"
-        fields = Fields(data, "", (*names, budget), what="the profile")
+        target = "output" if by_output else "bounds"
+        fields = Fields(data, "", (*names, target), what="the profile")
         model = fields.get("model", dict)
         try:
             default = Recipe.from_dict(fields.get("default"))
@@ -391,7 +390,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a file of format 1 to 3; ValueError says what is wrong with it, and where."""
+        """Read a file that `save` wrote; ValueError says what is wrong with it, and where."""
         try:
             return cls.from_dict(parse_json(read_json_text(path), "it is damaged: the file"))
         except ValueError as error:

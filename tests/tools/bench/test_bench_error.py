@@ -16,7 +16,7 @@ from sparge_tools.bench.error_suite import Outcome, failures, run_case, summariz
 from sparge_tools.commands import bench_error
 
 needs_core = pytest.mark.skipif(native.why_missing() is not None, reason="too long otherwise")
-GOOD = Outcome("runs", 0.05, 0.5, told=0.03, bound=0.04, true=0.03, raised=False, rising=False)
+GOOD = Outcome("runs", 0.05, 0.5, reported=0.03, bound=0.04, true=0.03, raised=False, rising=False)
 
 
 def test_cases_are_many_mixed_and_the_same_every_time():
@@ -46,16 +46,16 @@ def test_what_is_judged():
     assert not GOOD.is_misjudged
     assert replace(GOOD, true=0.0626).is_over
     assert replace(GOOD, true=float("inf")).is_over
-    assert replace(GOOD, told=0.019).is_misjudged
-    assert replace(GOOD, told=0.046).is_misjudged
-    assert not replace(GOOD, true=0.004, told=0.0).is_misjudged
+    assert replace(GOOD, reported=0.019).is_misjudged
+    assert replace(GOOD, reported=0.046).is_misjudged
+    assert not replace(GOOD, true=0.004, reported=0.0).is_misjudged
 
 
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (replace(GOOD, true=1.0, told=1.0), "exceed 1.25 x their budget"),
-        (replace(GOOD, told=0.001), "told an error 1.5 x off"),
+        (replace(GOOD, true=1.0, reported=1.0), "exceed 1.25 x their budget"),
+        (replace(GOOD, reported=0.001), "report an error off by > 1.5x"),
         (replace(GOOD, rising=True), "keep more at a larger budget"),
     ],
 )
@@ -69,7 +69,7 @@ def test_what_fails(bad, says):
 def test_a_case_is_run_at_every_budget():
     found = run_case(Adversary("drift", 1, 700, 32, True), (0.1, 0.02), DEFAULT, backend="cpu")
     assert [one.budget for one in found] == [0.02, 0.02, 0.1, 0.1]
-    assert all(0 < one.density <= 1 and one.told <= one.bound for one in found)
+    assert all(0 < one.density <= 1 and one.reported <= one.bound for one in found)
     assert found[2].density <= found[0].density
     assert not any(one.rising for one in found)
 
@@ -86,7 +86,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert [row["of"] for row in document["by_family"]] == [*FAMILIES, "all"]
     assert document["by_budget"][-1]["heads"] == 7 * 2 * 2
     assert Recipe.from_dict(document["recipe"]) == replace(DEFAULT, keep=KeepError(0.05))
-    # A budget that is not kept is told by the exit code.
+    # A budget that is not kept is shown by the exit code.
     bad = replace(GOOD, true=1.0)
     monkeypatch.setattr(bench_error, "run_suite", lambda *args, **more: [GOOD, bad])
     assert main(["bench", "error", "--cases", "1"]) == BAD_RESULT

@@ -7,30 +7,31 @@ import torch
 import torch.nn.functional as F
 
 from sparge import KeepFraction, Recipe, make_plan
-from sparge.api.accuracy import sample_rows
+from sparge.api.accuracy import spread_rows
 from sparge.backends.cpu import library as native
 from sparge.backends.reference import stages as reference_stages
 from sparge.cli import self_check
-from sparge.cli.table import percent, three_digits
-from sparge.cli.truth import Truth, dense_pairs, kept_pairs, relative_l1
+from sparge.cli.screen import percent, three_digits
+from sparge.cli.self_check import Truth, relative_l1
 from sparge.synthetic import structured_qkv
 from sparge.values.blockplan import BlockPlan
 from sparge_tools.bench import gemm_peak
+from sparge_tools.bench.cases import dense_pairs, kept_pairs
 
 L = 331
 
 
 def test_sampled_rows_are_one_of_each_part():
-    rows = sample_rows(1024, 64)
-    assert torch.equal(rows, sample_rows(1024, 64))
+    rows = spread_rows(1024, 64)
+    assert torch.equal(rows, spread_rows(1024, 64))
     assert torch.equal(rows // 16, torch.arange(64))
-    assert torch.equal(sample_rows(5, 64), torch.arange(5))
+    assert torch.equal(spread_rows(5, 64), torch.arange(5))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_truth_of_some_rows_and_the_pairs_of_a_plan(is_causal):
     q, k, v = structured_qkv(Hq=4, Hk=2, L=L, D=16)
-    rows = sample_rows(L, 20)
+    rows = spread_rows(L, 20)
     truth = Truth(q, k, v, rows=rows, is_causal=is_causal)
     doubles = [x.double() for x in (q, k, v)]
     dense = F.scaled_dot_product_attention(*doubles, is_causal=is_causal, enable_gqa=True)

@@ -16,7 +16,7 @@ from cli_runs import complaint
 from sparge import DEFAULT, Recipe, cli
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge.support import optional_libraries
+from sparge_tools import optional_libraries
 from sparge_tools.evaluate import cells, harness, model_directory, tested_model
 from tiny_lm import MAX_TOKENS, make_tokenizer, save, sentences
 
@@ -217,7 +217,7 @@ def test_without_lm_eval(argv, capsys, monkeypatch):
         optional_libraries, "find_spec", lambda name: None if name == "lm_eval" else real(name)
     )
     err = complaint([*argv, "--measures", "needle"], capsys, code=3)
-    assert 'pip install "sparge[eval]"' in err
+    assert 'pip install "sparge-tools[eval]"' in err
     assert document([*argv, "--measures", "errors"], capsys)["errors"]
 
 
@@ -251,4 +251,4 @@ def test_lm_eval_missing(monkeypatch, capsys):
 
     monkeypatch.setattr(optional_libraries, "find_spec", lambda name: None)
     assert ours.main() == 3
-    assert 'pip install "sparge[eval]"' in capsys.readouterr().err
+    assert 'pip install "sparge-tools[eval]"' in capsys.readouterr().err

@@ -20,7 +20,7 @@ import tiny_pipelines
 from cli_runs import complaint
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge.support import optional_libraries
+from sparge_tools import optional_libraries
 from sparge_tools.commands import eval_pipeline
 from sparge_tools.showcase import pictures_page
 from sparge_tools.zoo import kinds
@@ -179,4 +179,4 @@ def test_without_a_library_the_extra_is_named(flux, capsys, monkeypatch):
     )
     message = complaint(["eval", *flux], capsys, 3)
     assert "skimage: not installed" in message
-    assert "sparge[vision]" in message
+    assert "sparge-tools[vision]" in message

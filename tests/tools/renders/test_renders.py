@@ -16,7 +16,7 @@ pytest.importorskip("flip_evaluator")
 import tiny_pipelines
 from sparge import VISION, KeepAll, KeepMass, Recipe, Schedule, accelerate
 from sparge.backends.cpu import library as native
-from sparge.cli.table import to_json
+from sparge.cli.screen import to_json
 from sparge_tools.renders import compare_renders, compare_results, open_pipeline
 from sparge_tools.renders.compare import NO_CALLBACK, _callback
 from sparge_tools.zoo import ZooModule

@@ -16,7 +16,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from sparge import Unsupported
-from sparge.support import optional_libraries
+from sparge_tools import optional_libraries
 from sparge_tools.renders import compare_pictures, difference_map, flip, frames_of, psnr, ssim
 from sparge_tools.renders.media import shown_frames
 
@@ -85,7 +85,7 @@ def test_what_is_no_picture_is_refused(one, other, message):
 @pytest.mark.parametrize("missing, metric", [("skimage", ssim), ("flip_evaluator", flip)])
 def test_without_a_library_the_extra_is_named(missing, metric, monkeypatch):
     monkeypatch.setattr(optional_libraries, "find_spec", lambda name: None)
-    with pytest.raises(Unsupported, match=rf"{missing}[\s\S]*sparge\[vision\]"):
+    with pytest.raises(Unsupported, match=rf"{missing}[\s\S]*sparge-tools\[vision\]"):
         metric(PICTURE, PICTURE)
 
 

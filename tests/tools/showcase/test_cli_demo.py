@@ -15,8 +15,8 @@ from cli_runs import complaint
 from sparge import Recipe
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge.cli.table import times, to_json
-from sparge.support import optional_libraries
+from sparge.cli.screen import times, to_json
+from sparge_tools import optional_libraries
 from sparge_tools.commands import demo_command
 from sparge_tools.showcase import page_figures
 from tiny_lm import make_tokenizer, save, sentences
@@ -168,7 +168,7 @@ def test_without_a_library_the_extra_is_named(missing, argv, capsys, monkeypatch
     )
     message = complaint(argv, capsys, 3)
     assert f"{missing}: not installed" in message
-    assert "sparge[demo]" in message
+    assert "sparge-tools[demo]" in message
 
 
 def test_a_model_without_the_interface_is_refused(argv, capsys, tmp_path):

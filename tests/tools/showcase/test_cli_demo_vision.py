@@ -16,7 +16,7 @@ pytest.importorskip("rich")
 from cli_runs import complaint
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge.support import optional_libraries
+from sparge_tools import optional_libraries
 from sparge_tools.zoo import kinds
 from sparge_tools.zoo.vision.terrain import Terrain, TerrainConfig
 
@@ -80,7 +80,7 @@ def test_inputs_go_with_vision(capsys):
 
 def test_without_a_library_the_extra_is_named(argv, capsys, monkeypatch):
     monkeypatch.setattr(optional_libraries, "find_spec", lambda name: None)
-    assert "sparge[vision]" in complaint(argv, capsys, 3)
+    assert "sparge-tools[vision]" in complaint(argv, capsys, 3)
 
 
 def test_offline_it_says_what_is_missing(argv, capsys, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import torch
 
 from showcases import make_reading, make_show
 from sparge import Recipe
-from sparge.cli.table import Table, to_json
+from sparge.cli.screen import Table, to_json
 from sparge_tools.showcase import comparison, page_figures
 from sparge_tools.showcase.page import make_page
 

@@ -8,7 +8,7 @@ import pytest
 
 import sparge
 from sparge import DEFAULT, Recipe
-from sparge.cli.table import error
+from sparge.cli.screen import error
 from sparge.synthetic import structured_qkv
 from sparge_tools.studies import synthetic_errors
 from sparge_tools.studies.synthetic_errors import BACKEND, main

@@ -1,4 +1,4 @@
-"""Spending a budget over parts: never beyond it, and never keeping more with a larger one."""
+"""Spending an allowed change over parts: never beyond it; more of it never keeps more."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from sparge.cli import main
 from sparge_tools.commands import tune_pipeline
 from sparge_tools.renders import compare_renders
 from sparge_tools.tuning import TargetNotMet, schedule_of, tune_renders
-from sparge_tools.tuning.render_budget import _distinct
 from sparge_tools.tuning.render_search import Level, Renderer, Verified, search_levels
+from sparge_tools.tuning.render_target import _distinct
 
 OURS = "cpu" if native.why_missing() is None else "reference"
 MASSES, SHARES, TARGET = (0.95, 0.8, 0.6), (0.0, 0.25, 0.5), 53.6

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from sparge import Unsupported
-from sparge.support import optional_libraries
-from sparge_tools import zoo
+from sparge_tools import optional_libraries, zoo
 from sparge_tools.zoo import archives, model_files
 from tiny_wheels import damaged, tiny_model, values
 
@@ -160,8 +159,8 @@ def test_every_language_model_ships_with_a_profile():
         assert all(head.error < l2 for layer in profile.layers.values() for head in layer.heads)
     with pytest.raises(ValueError, match="no model 'other'"):
         zoo.profile("other")
-    with pytest.raises(ValueError, match=r"no profile of 'midi-encoder'; it has one of smollm2"):
-        zoo.profile("midi-encoder")
+    with pytest.raises(ValueError, match=r"no profile of 'sam2-hiera-tiny'; it has one of smollm2"):
+        zoo.profile("sam2-hiera-tiny")
 
 
 def test_a_path_is_loaded_too(made, tmp_path, capfd):
@@ -289,4 +288,4 @@ def test_a_missing_library_is_named_before_the_download(model, monkeypatch, miss
     )
     with pytest.raises(Unsupported, match=rf"{missing}: not installed") as caught:
         zoo.load("tiny")
-    assert 'pip install "sparge[zoo]"' in str(caught.value)
+    assert 'pip install "sparge-tools[zoo]"' in str(caught.value)

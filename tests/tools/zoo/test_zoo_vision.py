@@ -14,22 +14,18 @@ import pytest
 import torch
 
 from sparge import Unsupported
-from sparge.support import optional_libraries
-from sparge_tools import zoo
+from sparge_tools import optional_libraries, zoo
 from sparge_tools.zoo import archives, downloads, kinds, model_files
 from sparge_tools.zoo.catalogue import ZooModel
 from sparge_tools.zoo.convert import convert
-from sparge_tools.zoo.music import encoder
-from sparge_tools.zoo.music.encoder import MusicConfig, MusicEncoder
 from sparge_tools.zoo.vision import terrain, terrain_weights
 from sparge_tools.zoo.vision.terrain import Terrain, TerrainConfig
 from tiny_wheels import write_npm_package, write_wheel
-from tiny_zoo_modules import checkpoint, midi, onnx_of, saved
+from tiny_zoo_modules import onnx_of
 
 NET = TerrainConfig(
     channels=8, multipliers=(1, 2), blocks=1, attention_levels=(1,), head_dim=4, groups=4
 )
-SONG = MusicConfig(width=16, layers=1, heads=2, inner=32, tokens=64)
 FILES = {"package/dist/net.onnx": b"net" * 1000, "package/dist/more.bin": b"more"}
 
 
@@ -96,25 +92,17 @@ def test_a_model_of_two_packages_is_made_and_loaded(model, monkeypatch, capfd):
 
 
 def test_the_conversion_writes_what_is_loaded(tmp_path, monkeypatch):
-    """Terrain and music, with small sizes in the place of the real ones."""
+    """With small sizes in the place of the real ones."""
     pytest.importorskip("onnx")
     net = Terrain(NET).state_dict()
     (tmp_path / "net.onnx").write_bytes(onnx_of(net, NET).SerializeToString())
-    song = MusicEncoder(SONG).state_dict()
-    (tmp_path / "song.pth").write_bytes(saved(checkpoint(song, SONG)))
-    (tmp_path / "piece.mid").write_bytes(midi(b"\x00\x90\x3c\x40\x60\x3c\x00" * 9))
     with monkeypatch.context() as patch:
         for module in (terrain, terrain_weights):
             patch.setattr(module, "TerrainConfig", lambda: NET)
-        patch.setattr(encoder, "MusicConfig", lambda: SONG)
         convert("terrain", tmp_path / "net", [tmp_path / "net.onnx"])
-        convert("music", tmp_path / "song", [tmp_path / "song.pth", tmp_path / "piece.mid"])
-    for name, state in (("net", net), ("song", song)):
-        found = zoo.load_module(tmp_path / name).model.state_dict()
-        assert found.keys() == state.keys()
-        assert all(torch.allclose(found[key], state[key], atol=1e-6) for key in state)
-    piece = zoo.load_module(tmp_path / "song").task.piece
-    assert piece[:6] == (0, 128 + 14, 256 + 60, 15, 128 + 15, 256 + 60)
+    found = zoo.load_module(tmp_path / "net").model.state_dict()
+    assert found.keys() == net.keys()
+    assert all(torch.allclose(found[key], net[key], atol=1e-6) for key in net)
 
 
 def test_an_interrupted_fetch_keeps_what_is_checked(model, monkeypatch):
@@ -141,22 +129,21 @@ def test_any_dtype(model, monkeypatch):
 
 
 def test_a_directory_is_loaded_too(tmp_path):
-    directory = tmp_path / "music"
-    kinds._write_module(directory, "music", MusicEncoder(SONG).state_dict(), SONG)
-    (directory / "piece.json").write_text(json.dumps(list(range(100))))
+    directory = tmp_path / "net"
+    kinds._write_module(directory, "terrain", Terrain(NET).state_dict(), NET)
     loaded = zoo.load_module(directory)
-    assert loaded.grids(64) is None
-    assert loaded.task.length == 64
-    result = loaded.task.run(loaded.model, loaded.task.inputs(1)[0])
-    assert loaded.task.compare(result, result)["agreement"] == 1
+    assert loaded.grids(64) == (1, 8, 8)
+    task = replace(loaded.task, size=16)
+    result = task.run(loaded.model, task.inputs(1)[0])
+    assert task.compare(result, result)["relative_l2"] == 0
 
 
 def test_each_loader_names_the_other(tmp_path):
     with pytest.raises(ValueError, match=r"is a language model; load it with zoo\.load\("):
         zoo.load_module("smollm2-135m-instruct")
     with pytest.raises(ValueError, match=r"is no language model; load it with zoo\.load_module\("):
-        zoo.directory_of("midi-encoder")
-    with pytest.raises(ValueError, match=r"is no directory; .*zoo\.fetch.*: midi-encoder, sam2"):
+        zoo.directory_of("sam2-hiera-tiny")
+    with pytest.raises(ValueError, match=r"is no directory; .*zoo\.fetch.*: sam2-hiera"):
         zoo.load_module("unet")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=r"names no kind of it \('kind'\); language models are"):

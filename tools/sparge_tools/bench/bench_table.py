@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sparge.cli.machine import machine_text
-from sparge.cli.table import Column, Table, error, milliseconds, share, three_digits, times
+from sparge.cli.screen import Column, Table, error, milliseconds, share, three_digits, times
 
 from .cases import SAMPLED_ROWS, Case
 

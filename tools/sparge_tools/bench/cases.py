@@ -7,10 +7,14 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from sparge.api.accuracy import sample_rows
-from sparge.cli.truth import Truth, dense_pairs, kept_pairs, relative_l1
+import torch
+
+from sparge import BLOCK_K, BLOCK_Q, BlockPlan
+from sparge.api.accuracy import spread_rows
+from sparge.cli.self_check import Truth, relative_l1
 from sparge.support.turns import no_garbage_collection, take_turns, threads
 from sparge.synthetic import structured_qkv
+from sparge.values.geometry import block_sizes, in_blocks
 
 from .contender import CompiledFlex, Contender, Inputs
 from .lineup import DTYPES, SDPA, SPARSE, Entry
@@ -70,7 +74,7 @@ def make_contenders(
     case: Case, entries: Sequence[Entry], inputs: Mapping[str, Inputs]
 ) -> list[Contender]:
     """Prepared contenders; those that cannot run have `why_not`."""
-    rows, flex = sample_rows(case.length, SAMPLED_ROWS), CompiledFlex()
+    rows, flex = spread_rows(case.length, SAMPLED_ROWS), CompiledFlex()
     return [Contender(entry, inputs[entry.dtype], case.causal, rows, flex) for entry in entries]
 
 
@@ -174,3 +178,20 @@ def _stages(contender: Contender, dense: Contender) -> Row:
         "stages": {name: median(run[name] for run in each) for name in each[0] if name != TOTAL},
         "overhead": median(b / d for b, d in zip(before, dense.seconds, strict=True)),
     }
+
+
+def dense_pairs(B: int, Hq: int, L: int, *, is_causal: bool) -> int:
+    """Query-key pairs that dense attention computes."""
+    return B * Hq * (L * (L + 1) // 2 if is_causal else L * L)
+
+
+def kept_pairs(plan: BlockPlan) -> int:
+    """Query-key pairs inside the blocks that a plan keeps; Lq == Lk."""
+    sizes = block_sizes(plan.Lk, BLOCK_K)
+    if plan.is_causal:
+        starts = torch.arange(len(sizes)) * BLOCK_K
+        seen = (torch.arange(plan.Lq)[:, None] + 1 - starts).clamp(min=0).minimum(sizes)
+    else:
+        seen = sizes.expand(plan.Lq, -1)
+    pairs = in_blocks(seen, -2, BLOCK_Q).sum(-2)
+    return int((plan.to_mask().cpu() * pairs).sum())

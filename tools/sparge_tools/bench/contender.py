@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.api.attention import attention, explain, make_plan
-from sparge.support.errors import Unsupported
+from sparge import BlockPlan, Run, Unsupported, attention, explain, make_plan, record
+from sparge.interop import to_flex
 from sparge.support.turns import HOST, timer
-from sparge.values.blockplan import BlockPlan
-from sparge.values.run import Run, record
 
 from .flash import KINDS as FLASH_KINDS
 from .flash import flash_attention
@@ -113,7 +111,7 @@ class Contender:
         if entry.kind == SPARSE:
             self.attend = partial(attention, *self.inputs, **options)
         else:
-            block_mask = self.plan.to_flex()
+            block_mask = to_flex(self.plan)
             self.why_not = self.flex.compile(self.inputs, block_mask)
             self.attend = partial(self.flex, self.inputs, block_mask)
 

@@ -1,7 +1,7 @@
-"""`KeepError` on the adversarial inputs: what it promised, what it told, and what came out.
+"""`KeepError` on the adversarial inputs: what it promised, what it reported, and what came out.
 
 over     heads whose true total error is above OVER x the budget
-misjudged  heads whose true error is above SEEN, and more than TOLD x off the one told
+misjudged  heads whose true error is above SEEN, and the reported one off by more than FACTOR
 rising   heads that keep more at a larger budget
 """
 
@@ -15,15 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.api.attention import attention
-from sparge.values.recipe import KeepError, Recipe
-from sparge.values.run import record
+from sparge import KeepError, Recipe, attention, record
 
 from .adversarial import Adversary
 
 BUDGETS = (0.01, 0.02, 0.05, 0.1)
-OVER, TOLD, SEEN = 1.25, 1.5, 0.005
-"""What must hold: 99 % of heads are not over, 95 % of those with a visible error are told well."""
+OVER, FACTOR, SEEN = 1.25, 1.5, 0.005
+"""What must hold: 99 % of heads are not over, 95 % of those with a visible error report it well."""
 MOST_OVER, MOST_MISJUDGED = 0.01, 0.05
 
 
@@ -34,7 +32,7 @@ class Outcome:
     family: str
     budget: float
     density: float
-    told: float
+    reported: float
     bound: float
     true: float
     raised: bool
@@ -50,7 +48,7 @@ class Outcome:
 
     @property
     def is_misjudged(self) -> bool:
-        return self.is_visible and not self.true / TOLD <= self.told <= self.true * TOLD
+        return self.is_visible and not self.true / FACTOR <= self.reported <= self.true * FACTOR
 
 
 def run_case(
@@ -127,7 +125,7 @@ def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
     if every["over"] > MOST_OVER:
         missed.append(f"{every['over']:.1%} of heads exceed {OVER} x their budget")
     if every["misjudged"] > MOST_MISJUDGED:
-        missed.append(f"{every['misjudged']:.1%} of heads are told an error {TOLD} x off")
+        missed.append(f"{every['misjudged']:.1%} of heads report an error off by > {FACTOR}x")
     if every["rising"]:
         missed.append(f"{every['rising']} heads keep more at a larger budget")
     return missed

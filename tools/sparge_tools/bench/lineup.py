@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparge.values.recipe import DEFAULT, KeepAll, KeepFraction, Recipe
+from sparge import DEFAULT, KeepAll, KeepFraction, Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SDPA, SPARSE, FLEX = "sdpa", "sparse", "flex"

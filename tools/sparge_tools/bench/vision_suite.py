@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sparge.api.accuracy import sample_rows
+from sparge import VISION, KeepFraction, Recipe
+from sparge.api.accuracy import spread_rows
 from sparge.reorder import reorder_tokens, restore_tokens
 from sparge.support.turns import take_turns, threads, timer
-from sparge.values.recipe import VISION, KeepFraction, Recipe
 
 from ..synthetic_video import video_qkv
 from .cases import SAMPLED_ROWS, Case, Row, case_rows, measure_contenders
@@ -106,7 +106,7 @@ def measure_shape(shape: VisionShape, setting: Setting, n_threads: int) -> list[
         dtype = min(dense, key=dense.__getitem__)
         chosen = inputs.pop(dtype)
         inputs.clear()  # the other dtype's are of no more use, and large
-        rows, flex = sample_rows(shape.tokens, SAMPLED_ROWS), CompiledFlex()
+        rows, flex = spread_rows(shape.tokens, SAMPLED_ROWS), CompiledFlex()
         entries = entries_of(shape, setting.backends, dtype)
         contenders = [Contender(entry, chosen, False, rows, flex) for entry in entries]
         measure_contenders(contenders, repeat=setting.repeat)

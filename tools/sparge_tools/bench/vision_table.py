@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparge.cli.machine import machine_text
-from sparge.cli.table import Column, Table, milliseconds, times
+from sparge.cli.screen import Column, Table, milliseconds, times
 
 from .bench_table import Row, rows_with_stages, staged_columns
 from .cases import SAMPLED_ROWS

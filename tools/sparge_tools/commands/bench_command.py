@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import product
 from typing import Any
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 
 from sparge.cli import BAD_RESULT, OK
-from sparge.cli.arguments import add_json, check_file, whole, wholes, words
+from sparge.cli.arguments import add_json, whole, wholes
 from sparge.cli.machine import devices, load_average, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.self_check import Check, check_backends, check_sparse, wrong_rows
+from sparge.cli.self_check import Check, check_backends, check_sparse
 from sparge.routing import backends
 from sparge.synthetic import MIN_HEAD_DIM
 from sparge.values.geometry import MAX_HEAD_DIM
@@ -31,6 +32,7 @@ from ..bench.gemm_peak import gemm_peaks, gemm_rates
 from ..bench.lineup import Entry, lineup
 from ..bench.vision_table import vision_table
 from . import bench_error, bench_static, bench_vision
+from .arguments import check_file, words
 
 FORMAT = "sparge.bench/3"
 LENGTHS = [1024, 4096, 8192]
@@ -39,6 +41,9 @@ HEAD_DIMS = [64, 128]
 HEADS = 4
 SUITES = ("speed", "error", "vision")
 DEVICES = ("auto", "cpu", "cuda", "xpu")
+ROW_TOLERANCE = 0.05
+"""Largest error of a benchmark row against fp64 over its own blocks: ten times the usual error of
+8 bits and a bf16 output."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,3 +181,14 @@ def wanted_cases(args: argparse.Namespace) -> list[Case]:
     causal = [True, False] if args.causal is None else [args.causal]
     wanted = product(lengths, args.head_dims or HEAD_DIMS, threads, causal)
     return [Case(length, dim, is_causal, n) for length, dim, n, is_causal in wanted]
+
+
+def wrong_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Messages about sparge's rows whose error against fp64 over the same blocks is too large."""
+    return [
+        f"{row['contender']} at length {row['length']}, head dim {row['head_dim']}: "
+        f"error {row['quantization_error']:.3g} against fp64 over its own blocks"
+        for row in rows
+        if row["kind"] == "sparse" and row["why_not"] is None
+        if not row["quantization_error"] < ROW_TOLERANCE  # also fails for NaN
+    ]

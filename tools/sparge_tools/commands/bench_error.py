@@ -1,7 +1,7 @@
 """`sparge bench error`: does an error budget hold on inputs made to break it?
 
 Every head of every case, at every budget, against dense attention. The exit code is 1 if more
-heads than allowed exceed their budget or are told a wrong error, or if a larger budget keeps more.
+heads than allowed exceed their budget or report a wrong error, or if a larger budget keeps more.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from sparge import DEFAULT, KeepError
 from sparge.cli import BAD_RESULT, OK
-from sparge.cli.arguments import add_recipe, check_file, whole
+from sparge.cli.arguments import add_recipe, whole
 from sparge.cli.machine import where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import Column, Table, error, share
-from sparge.values.recipe import DEFAULT, KeepError
+from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
 
 from ..bench.adversarial import FAMILIES, adversaries
-from ..bench.error_suite import BUDGETS, OVER, SEEN, TOLD, failures, run_suite, summarize
+from ..bench.error_suite import BUDGETS, FACTOR, OVER, SEEN, failures, run_suite, summarize
+from .arguments import check_file
 
 FORMAT = "sparge.bench.error/1"
 PER_FAMILY = 30
@@ -76,13 +76,13 @@ def error_table(by: str, rows: list[dict[str, Any]], cases: int) -> Table:
         Column("error", "true error,\nmean", error),
         Column("worst", "largest\nerror / budget", "{:.2f}".format),
         Column("over", f"over {OVER}x\nthe budget", "{:.1%}".format),
-        Column("misjudged", f"told error\n{TOLD}x off", "{:.1%}".format),
+        Column("misjudged", f"reported error\noff by > {FACTOR}x", "{:.1%}".format),
         Column("raised", "precision\nraised", "{:.0%}".format),
         Column("rising", "keeps more at\na larger budget"),
     )
     title = (
         f"KeepError on {cases} adversarial cases, by {by}; "
-        f"told errors are judged where the true one is above {SEEN}"
+        f"reported errors are judged where the true one is above {SEEN}"
     )
     return Table(title=title, columns=columns, rows=rows)
 

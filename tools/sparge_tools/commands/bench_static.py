@@ -15,7 +15,7 @@ from typing import Any
 
 from sparge.backends.triton.packages import numbers_of
 from sparge.cli import BAD_RESULT, OK
-from sparge.cli.arguments import check_file, whole, words
+from sparge.cli.arguments import whole
 from sparge.cli.machine import where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 
@@ -27,6 +27,7 @@ from ..static.static_tables import chain_row, chain_table, estimate_table, row_o
 from ..static.suite import compile_all, failures, judge, recorded_by, tasks_of
 from ..static.targets import TARGETS
 from ..static.variants import default_variants, full_variants
+from .arguments import check_file, words
 
 FORMAT = "sparge.bench.static/1"
 DRAWS_FORMAT = "sparge.bench.static.draws/1"

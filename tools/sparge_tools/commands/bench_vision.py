@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from sparge.cli.arguments import words
 from sparge.cli.machine import load_average, where_it_runs
 from sparge.cli.screen import progress
 from sparge.cli.self_check import Check
 from sparge.reorder import check_order
 
 from ..bench.vision_suite import Setting, VisionShape, measure_shape, named_shapes
+from .arguments import words
 
 FORMAT = "sparge.bench.vision/1"
 NOT_HERE: dict[str, Any] = {

@@ -13,24 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparge import DEFAULT, Unsupported
 from sparge.cli import OK
-from sparge.cli.arguments import (
-    MODEL,
-    add_json,
-    add_model,
-    add_recipe,
-    add_text,
-    check_file,
-    fill_in,
-    whole,
-)
+from sparge.cli.arguments import add_json, add_recipe, fill_in, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.support.atomic_files import replace_file
-from sparge.support.errors import Unsupported
-from sparge.support.optional_libraries import need_libraries
-from sparge.values.recipe import DEFAULT
 
+from ..optional_libraries import need_libraries
+from .arguments import MODEL, add_model, add_text, check_file
 from .demo_vision import add_vision_options, run_vision
 
 if TYPE_CHECKING:

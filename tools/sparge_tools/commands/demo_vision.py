@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparge.cli import OK
-from sparge.cli.arguments import MODULE, check_file, kind_of, whole
+from sparge.cli.arguments import whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.support.atomic_files import replace_file
-from sparge.support.optional_libraries import need_libraries
+
+from ..optional_libraries import need_libraries
+from .arguments import MODULE, check_file, kind_of
 
 if TYPE_CHECKING:
     from ..renders import Renders

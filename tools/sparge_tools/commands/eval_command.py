@@ -22,25 +22,9 @@ import torch
 
 from sparge.backends.cpu import library as native
 from sparge.cli import OK
-from sparge.cli.arguments import (
-    DTYPES,
-    LANGUAGE,
-    add_json,
-    add_model,
-    add_recipe,
-    add_text,
-    check_directory,
-    eval_directory,
-    fill_in,
-    kind_of,
-    refuse_options,
-    whole,
-    wholes,
-    words,
-)
+from sparge.cli.arguments import DTYPES, add_json, add_recipe, fill_in, whole, wholes
 from sparge.cli.machine import isa_in_use, machine, machine_text, versions, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import to_json
+from sparge.cli.screen import console, deliver, progress, show_table, to_json
 from sparge.routing import AUTO, ENV_BACKEND
 from sparge.support.atomic_files import replace_file
 from sparge.support.turns import threads
@@ -48,6 +32,16 @@ from sparge.support.turns import threads
 from .. import zoo
 from ..evaluate.run_directory import DOCUMENT_FILE, RunDirectory, open_run
 from ..evaluate.settings import MEASURES, TASKS, Cell, Settings, digest_of
+from .arguments import (
+    LANGUAGE,
+    add_model,
+    add_text,
+    check_directory,
+    eval_directory,
+    kind_of,
+    refuse_options,
+    words,
+)
 from .pipeline_options import OF_RENDERS, add_render_options
 
 if TYPE_CHECKING:

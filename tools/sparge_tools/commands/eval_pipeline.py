@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparge import Profile
 from sparge.cli import OK
-from sparge.cli.arguments import DTYPES, PIPELINE, check_directory, eval_directory, refuse_options
+from sparge.cli.arguments import DTYPES
 from sparge.cli.machine import machine_text, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import to_json
+from sparge.cli.screen import console, deliver, progress, show_table, to_json
 from sparge.support.atomic_files import replace_file
-from sparge.support.optional_libraries import need_libraries
 from sparge.support.turns import threads
-from sparge.values.profile import Profile
 
+from ..optional_libraries import need_libraries
+from .arguments import PIPELINE, check_directory, eval_directory, refuse_options
 from .pipeline_options import OF_RENDERS, call_of, open_given, prompts_of, schedule_of
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sparge.cli.arguments import DTYPES, json_object, order, schedule, whole
-from sparge.values.profile import Profile
-from sparge.values.schedule import Schedule
+from sparge import Profile, Schedule
+from sparge.cli.arguments import DTYPES, whole
 
 from ..tuning import schedule_of as tuned_schedule
+from .arguments import json_object, order, schedule
 
 OF_CALLS = ("prompt", "prompts", "seeds", "steps", "height", "width", "frames", "call")
 OF_RENDERS = (*OF_CALLS, "offload", "tiling", "schedule", "dense_first")

@@ -9,24 +9,22 @@ import argparse
 from pathlib import Path
 
 from sparge.cli import OK
-from sparge.cli.arguments import (
-    DTYPES,
-    LANGUAGE,
-    MODULE,
-    PIPELINE,
-    add_json,
-    add_model,
-    add_text,
-    check_directory,
-    kind_of,
-    refuse_options,
-    whole,
-)
+from sparge.cli.arguments import DTYPES, add_json, whole
 from sparge.cli.screen import console, deliver, progress
 
 from ..tuning import Trace, trace_model
 from ..tuning.capture import BLOCKS
 from ..tuning.presets import preset_of
+from .arguments import (
+    LANGUAGE,
+    MODULE,
+    PIPELINE,
+    add_model,
+    add_text,
+    check_directory,
+    kind_of,
+    refuse_options,
+)
 from .pipeline_options import OF_RENDERS, add_render_options
 
 INPUTS, LENGTH, MAX_GB = 5, 4096, 16.0

@@ -12,24 +12,16 @@ import sys
 import time
 from pathlib import Path
 
+from sparge import DEFAULT, VISION, Profile
 from sparge.cli import INTERRUPTED, OK
-from sparge.cli.arguments import (
-    PIPELINE,
-    add_json,
-    add_model,
-    add_recipe,
-    check_directory,
-    check_file,
-    refuse_options,
-)
+from sparge.cli.arguments import add_json, add_recipe
 from sparge.cli.profile_command import layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.values.profile import Profile
-from sparge.values.recipe import DEFAULT, VISION
 
 from ..tuning import PRESETS, Trace, bounds_of, tune
 from ..tuning.presets import check_bounds
 from ..tuning.trace_directory import MANIFEST
+from .arguments import PIPELINE, add_model, check_directory, check_file, refuse_options
 from .trace_command import INPUTS, add_calibration, check_kind, make_trace
 from .tune_output import OUTPUT_INPUTS, add_output_target, run_output, target_of
 from .tune_pipeline import RENDER_SEEDS, add_render_target, run_renders

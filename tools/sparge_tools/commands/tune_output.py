@@ -1,4 +1,4 @@
-"""`sparge tune --max-kl` and `--max-perplexity`: a budget of the model's output.
+"""`sparge tune --max-kl` and `--max-perplexity`: a target of the model's output.
 
 Nothing but the state file is written until the target is met on held-out text; Ctrl-C keeps it,
 and the same command resumes, also with another target.
@@ -14,16 +14,14 @@ from pathlib import Path
 
 import torch
 
+from sparge import Profile
 from sparge.cli import BAD_RESULT, INTERRUPTED, OK
 from sparge.cli.arguments import DTYPES, whole
-from sparge.cli.output_figures import held_out_lines
-from sparge.cli.profile_command import layers_table
+from sparge.cli.profile_command import held_out_lines, layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.values.profile import Profile
 
-from ..tuning.output_budget import TargetNotMet, check_target, steps_in_all, tune_output
 from ..tuning.output_measure import KL, PERPLEXITY
-from ..tuning.scored_layers import attention_layers
+from ..tuning.output_target import TargetNotMet, check_target, steps_in_all, tune_output
 from .trace_command import LENGTH
 
 OUTPUT_INPUTS, HELD_OUT = 2, 3
@@ -105,10 +103,9 @@ def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
         inputs=OUTPUT_INPUTS if args.inputs is None else args.inputs,
         held_out=HELD_OUT if args.held_out is None else args.held_out,
     )
-    layers = attention_layers(model, args.layers)
 
     def tune() -> Profile:
-        with progress("tuning", steps_in_all(len(layers), len(mine))) as step:
+        with progress("tuning", steps_in_all(len(mine))) as step:
             return tune_output(
                 model,
                 [window.tokens for window in mine],

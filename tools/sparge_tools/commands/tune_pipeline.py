@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sparge.cli.arguments import DTYPES, PIPELINE, kind_of
-from sparge.cli.output_figures import held_out_lines
-from sparge.cli.profile_command import layers_table
+from sparge import VISION, Profile
+from sparge.cli.arguments import DTYPES
+from sparge.cli.profile_command import held_out_lines, layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.support.optional_libraries import need_libraries
-from sparge.values.profile import Profile
-from sparge.values.recipe import VISION
 
+from ..optional_libraries import need_libraries
 from ..tuning import Trace, schedule_of, trace_pipeline, tune_renders
 from ..tuning.pipeline_tracer import STEPS
-from ..tuning.render_budget import DENSE_FIRST, MASSES, check_psnr
+from ..tuning.render_target import DENSE_FIRST, MASSES, check_psnr
+from .arguments import PIPELINE, kind_of
 from .pipeline_options import call_of, open_given, prompts_of
 from .pipeline_options import schedule_of as given_schedule
 from .tune_output import write_tuned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sparge.cli.table import Column, Table, error, share, times
+from sparge.cli.screen import Column, Table, error, share, times
 
 FOUND = {True: "found", False: "not found"}
 PREFILL_COLUMNS = (

@@ -20,7 +20,7 @@ WAYS = (DENSE_VARIANT, SPARGE_VARIANT, CLOCKED)
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 SHORT_ROUNDS = 15  # at least, at the shortest length, where a few per cent matter
 SECONDS, WARM_UP = 5.0, 6.0
-"""Time budget of a length; a first round shorter than WARM_UP is discarded."""
+"""Time limit of a length; a first round shorter than WARM_UP is discarded."""
 
 
 def measure_prefill(tested: TestedModel, cell: Cell) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sparge.cli.table import to_json
+from sparge.cli.screen import to_json
 from sparge.support.atomic_files import replace_file
 
 FORMAT = "sparge.eval.run/1"

@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sparge.values.geometry import BLOCK_Q
-from sparge.values.recipe import DEFAULT, Recipe
+from sparge import BLOCK_Q, DEFAULT, Recipe
 
 DENSE_VARIANT, SPARGE_VARIANT = "dense", "sparge"
 VARIANTS = (DENSE_VARIANT, SPARGE_VARIANT)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from sparge.models import accelerate
-from sparge.support.optional_libraries import need_libraries
-from sparge.values.geometry import BLOCK_Q
+from sparge import BLOCK_Q, accelerate
 
 from .. import zoo
+from ..optional_libraries import need_libraries
 from . import harness
 from .logits import splits
 from .model_directory import config_of, directory_fingerprint, max_tokens, tokenizer_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.values.geometry import BLOCK_Q
+from sparge import BLOCK_Q
 
 from .settings import digest_of
 

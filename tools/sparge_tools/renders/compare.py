@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparge.models import Handle, accelerate
+from sparge import Profile, Recipe, Schedule, accelerate
+from sparge.models import Handle
 from sparge.models.site import site_of
 from sparge.routing import AUTO
 from sparge.support.turns import timer
-from sparge.values.profile import Profile
-from sparge.values.recipe import Recipe
-from sparge.values.schedule import Schedule
 
 from .media import frames_of
 from .picture_metrics import METRICS, compare_pictures

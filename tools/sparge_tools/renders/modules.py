@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge import VISION, Recipe
 from sparge.routing import AUTO
 from sparge.support.turns import timer
-from sparge.values.recipe import VISION, Recipe
 
 from ..zoo import ZooModule
-from ..zoo.kinds import no_grid
 from .compare import Settings, refuse_accelerated
 from .result import Pair, Renders
 
@@ -34,11 +33,11 @@ def compare_results(
     """Run the task of a module on some inputs, dense and sparse, and compare by its own figures.
 
     loaded: of `zoo.load_module`. inputs, seed: how many inputs, and which. recipe to backend: as in
-    `sparge.accelerate`; the grids of the module are given to it. Without a recipe and a profile,
-    modules with grids run `VISION`. done: called before each run.
+    `sparge.accelerate`; the grids of the module are given to it. Without a recipe and a profile
+    the module runs `VISION`. done: called before each run.
     """
     task, model = loaded.task, loaded.model
-    if recipe is None and profile is None and loaded.grids is not no_grid:
+    if recipe is None and profile is None:
         recipe = VISION
     given = task.inputs(inputs, seed)
     refuse_accelerated(model)

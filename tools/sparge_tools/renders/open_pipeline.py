@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparge.support.optional_libraries import need_libraries
+from ..optional_libraries import need_libraries
 
 INDEX = "model_index.json"
 

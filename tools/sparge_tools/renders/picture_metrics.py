@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sparge.support.optional_libraries import need_libraries
+from ..optional_libraries import need_libraries
 
 BEST_PSNR = 100.0
 """Equal pictures have an infinite PSNR; in means they count as this many dB."""

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.api.accuracy import output_error
-from sparge.api.attention import attention, make_plan
-from sparge.rules.exact_rows import row_weights
-from sparge.values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset, in_blocks
-from sparge.values.recipe import Recipe
+from sparge import BLOCK_K, BLOCK_Q, Recipe, attention, make_plan, output_error
+from sparge.api.accuracy import exact_weights
+from sparge.values.geometry import diagonal_offset, in_blocks
 from sparge.values.tokenmask import TokenMask
 
 from .result import AttentionMap
@@ -70,6 +68,6 @@ def block_mass(call: LayerCall, h: int) -> Tensor:
     scale = call.query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
     mass = []
     for rows in torch.arange(Lq, device=call.query.device).split(BLOCK_Q):
-        weights = row_weights(call.query, call.key, tokens, 0, h, rows, scale=scale)
+        weights = exact_weights(call.query, call.key, tokens, 0, h, rows, scale=scale)
         mass.append(in_blocks(weights, -1, BLOCK_K).sum(-1).mean(0))
     return torch.stack(mass).float().cpu()

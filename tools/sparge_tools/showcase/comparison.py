@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparge.cli.table import MISSING, Column, Table, error, percent, share, times
+from sparge.cli.screen import MISSING, Column, Table, error, percent, share, times
 
 from .result import Showcase
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from sparge.cli.machine import load_text
-from sparge.cli.table import percent
+from sparge.cli.screen import percent
 
 from . import comparison as say
 from .result import Showcase

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparge.values.geometry import BLOCK_K, BLOCK_Q
+from sparge import BLOCK_K, BLOCK_Q
 
 from ..figure import new_figure, to_png
 from .comparison import seconds

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from sparge.cli.machine import load_text
-from sparge.cli.table import Table
+from sparge.cli.screen import Table
 
 from ..renders import Pair, Renders, difference_map
 from ..renders.media import shown_frames

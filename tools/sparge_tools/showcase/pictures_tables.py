@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sparge.cli.table import Column, Table, error, percent, share, times
+from sparge.cli.screen import Column, Table, error, percent, share, times
 
 from ..renders import Renders
 from ..renders.result import decibels

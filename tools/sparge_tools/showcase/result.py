@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparge.values.recipe import Recipe
+from sparge import Recipe
 
 FORMAT = "sparge.showcase/2"
 

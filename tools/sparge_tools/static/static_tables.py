@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from sparge.cli.table import Column, Table
+from sparge.cli.screen import Column, Table
 
 from .chain import MOST_BYTES, MOST_LAUNCHES, Chain
 from .roofline import estimate

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparge.cli.table import Column, Table, percent, times
+from sparge.cli.screen import Column, Table, percent, times
 
 from ..bench.cases import Case
 

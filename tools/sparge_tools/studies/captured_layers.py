@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparge.models import accelerate
+from sparge import accelerate
 from sparge.routing import DENSE
 
 from .. import zoo

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparge.cli.machine import load_text
-from sparge.cli.table import Column, Table, error, share, times
+from sparge.cli.screen import Column, Table, error, share, times
 
 from ..evaluate.settings import ERRORS, NEEDLE, PERPLEXITY, PREFILL, SHORT
 from .bench_targets import MET, NOT_MEASURED, NOT_MET

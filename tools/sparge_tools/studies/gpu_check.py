@@ -37,18 +37,18 @@ from xml.etree import ElementTree
 
 import torch
 
+from sparge import Unsupported
 from sparge.backends.triton.cost import COST
 from sparge.backends.triton.packages import triton_version
 from sparge.backends.triton.roofline import card_of, roofline
 from sparge.cli import BAD_RESULT, OK, Parser, exit_code
 from sparge.cli import main as sparge
-from sparge.cli.arguments import check_file
 from sparge.cli.machine import devices, where_it_runs
-from sparge.cli.table import to_json
+from sparge.cli.screen import to_json
 from sparge.routing.crossover import Crossover
 from sparge.support.atomic_files import replace_file
-from sparge.support.errors import Unsupported
 
+from ..commands.arguments import check_file
 from .gpu_estimates import replacements
 from .gpu_rig import Rig
 

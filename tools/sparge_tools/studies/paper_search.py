@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparge.cli.table import Column, Table, error, share
-from sparge.routing import AUTO, Backend
-from sparge.values.profile import Profile
-from sparge.values.recipe import DEFAULT, KeepMass, Recipe
+from sparge import DEFAULT, Backend, KeepMass, Profile, Recipe
+from sparge.cli.screen import Column, Table, error, share
+from sparge.routing import AUTO
 
 from ..tuning import Capture, Trace, tune
 from ..tuning.capture import backend_for, exact_output, run_captured

@@ -16,11 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sparge.cli.table import Column, Table, share
-from sparge.models import accelerate
+from sparge import DEFAULT, KeepMass, Profile, Recipe, accelerate
+from sparge.cli.screen import Column, Table, share
 from sparge.routing import CPU
-from sparge.values.profile import Profile
-from sparge.values.recipe import DEFAULT, KeepMass, Recipe
 
 from ..evaluate.logits import compare, outputs_of, splits
 from ..tuning import Trace, trace_model

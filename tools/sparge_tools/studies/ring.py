@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 import sparge
-from sparge import KeepMass, Recipe
+from sparge import DEFAULT, KeepMass, Recipe
 from sparge.cli import BAD_RESULT, OK, Parser, exit_code
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
@@ -32,7 +32,6 @@ from sparge.cli.screen import console, deliver
 from sparge.parallel import ring_attention, shard, unshard
 from sparge.parallel.layout import zigzag
 from sparge.synthetic import structured_qkv
-from sparge.values.recipe import DEFAULT
 
 MOST = 0.6
 EVERY, STEPS = 8, 12

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from sparge.values.geometry import BLOCK_K, BLOCK_Q
-from sparge.values.recipe import KeepAll, KeepError, Recipe
+from sparge import BLOCK_K, BLOCK_Q, KeepAll, KeepError, Recipe
 
 SCALE, PER_HALF, FLOAT = 4, 2, 4
 """Bytes of a scale, of a value in 16 bits, of a pooled number."""

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.api.attention import make_plan
+from sparge import BLOCK_Q, DEFAULT, VISION, Recipe, make_plan
 from sparge.synthetic import structured_qkv
-from sparge.values.geometry import BLOCK_Q
-from sparge.values.recipe import DEFAULT, VISION, Recipe
 
 from ..synthetic_video import video_qkv
 

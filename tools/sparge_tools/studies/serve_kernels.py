@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
+from sparge import DEFAULT, Recipe
 from sparge.synthetic import structured_qkv
-from sparge.values.recipe import DEFAULT, Recipe
 
 BLOCK, TURNS = 128, 3
 

@@ -20,20 +20,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.api.attention import attend, attention, explain, make_plan
+from sparge import (
+    DEFAULT,
+    BlockPlan,
+    KeepAll,
+    KeepFraction,
+    KeepMass,
+    Recipe,
+    attend,
+    attention,
+    explain,
+    make_plan,
+    record,
+)
 from sparge.backends.cpu import library as native
 from sparge.cli import OK, Parser, exit_code
-from sparge.cli.arguments import add_json, check_file, whole
+from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import load_text, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import Column, Table, error, milliseconds, share
-from sparge.cli.truth import Truth, relative_l1
+from sparge.cli.screen import (
+    Column,
+    Table,
+    console,
+    deliver,
+    error,
+    milliseconds,
+    progress,
+    share,
+    show_table,
+)
+from sparge.cli.self_check import Truth, relative_l1
 from sparge.routing import get_backend
 from sparge.support.turns import take_turns
 from sparge.synthetic import structured_qkv
-from sparge.values.blockplan import BlockPlan
-from sparge.values.recipe import DEFAULT, KeepAll, KeepFraction, KeepMass, Recipe
-from sparge.values.run import record
+
+from ..commands.arguments import check_file
 
 BACKEND = "cpu" if native.why_missing() is None else "reference"
 RECIPES = {

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparge.cli import OK, Parser, exit_code
-from sparge.cli.screen import console, show_table
-from sparge.cli.table import Table
+from sparge.cli.screen import Table, console, show_table
 
 from . import bench_targets, eval_targets
 

@@ -20,20 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.api.accuracy import sample_rows
-from sparge.api.attention import attention
+from sparge import BLOCK_K, BLOCK_Q, KeepError, KeepMass, Recipe, attention, record
+from sparge.api.accuracy import exact_outputs, spread_rows
 from sparge.cli import OK, Parser, exit_code
-from sparge.cli.arguments import add_json, check_file, whole, words
+from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import Column, Table, error, share
+from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
 from sparge.reorder import check_grid, check_order, reorder_tokens, restore_tokens
-from sparge.rules.exact_rows import row_outputs
-from sparge.values.geometry import BLOCK_K, BLOCK_Q, in_blocks
-from sparge.values.recipe import KeepError, KeepMass, Recipe
-from sparge.values.run import record
+from sparge.values.geometry import in_blocks
 from sparge.values.tokenmask import TokenMask
 
+from ..commands.arguments import check_file, words
 from ..synthetic_video import video_qkv
 from .captured_layers import capture_layers
 
@@ -88,7 +85,7 @@ def compare_orders(
     tokens = Tokens(name, query, key, value, check_grid(grid), text)
     for order in orders:
         check_order(order)
-    rows = sample_rows(query.shape[2], SAMPLED_ROWS)
+    rows = spread_rows(query.shape[2], SAMPLED_ROWS)
     exact = exact_rows(tokens, rows)
     found = []
     for order in orders:
@@ -179,7 +176,7 @@ def exact_rows(tokens: Tokens, rows: Tensor) -> Tensor:
     mask = TokenMask(L, tokens.key.shape[2], False)
     query, key, value = (x.double() for x in (tokens.query, tokens.key, tokens.value))
     each = [
-        row_outputs(query, key, value, mask, b, h, rows, scale=D**-0.5)
+        exact_outputs(query, key, value, mask, b, h, rows, scale=D**-0.5)
         for b in range(B)
         for h in range(Hq)
     ]

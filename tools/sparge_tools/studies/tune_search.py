@@ -19,17 +19,15 @@ from typing import Any
 
 import torch
 
+from sparge import KeepError, Profile, Recipe, accelerate
 from sparge.cli import OK, Parser, exit_code
-from sparge.cli.arguments import MODEL, add_json, check_file, whole
+from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import where_it_runs
-from sparge.cli.screen import console, deliver, show_table
-from sparge.cli.table import Column, Table, error, share
-from sparge.models import accelerate
+from sparge.cli.screen import Column, Table, console, deliver, error, share, show_table
 from sparge.routing import CPU
-from sparge.values.profile import Profile
-from sparge.values.recipe import KeepError, Recipe
 
 from .. import zoo
+from ..commands.arguments import MODEL, check_file
 from ..tuning.presets import check_bounds
 from ..tuning.tuning_windows import held_out_windows
 from .paper_search import compare_searches, searches_table

@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge import VISION, KeepError, Recipe, accelerate
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.table import Column, Table, error, share
-from sparge.models import accelerate
+from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
 from sparge.routing import DENSE
-from sparge.values.recipe import VISION, KeepError, Recipe
 
 from .. import zoo
 from ..zoo.vision.task import ZooModule

@@ -4,7 +4,7 @@ trace = sparge_tools.tuning.trace_model(model, inputs, "trace")
 profile = sparge_tools.tuning.tune(trace, l1=0.08, l2=0.09)
 profile.save("model.json")
 
-Or to a budget of the model's own output, verified on held-out texts:
+Or to a target of the model's own output, verified on held-out texts:
 
 profile = sparge_tools.tuning.tune_output(model, inputs, held_out, max_kl=0.005)
 
@@ -14,12 +14,12 @@ profile = sparge_tools.tuning.tune_renders(pipe, prompts, min_psnr=30)
 """
 
 from .capture import Capture, captures_of
-from .denoiser_budget import tune_denoiser
+from .denoiser_target import tune_denoiser
 from .model_tracer import trace_model
-from .output_budget import TargetNotMet, tune_output
+from .output_target import TargetNotMet, tune_output
 from .pipeline_tracer import trace_pipeline
 from .presets import PRESETS, bounds_of
-from .render_budget import schedule_of, tune_renders
+from .render_target import schedule_of, tune_renders
 from .trace_directory import Trace
 from .tuner import tune, tune_head_settings
 

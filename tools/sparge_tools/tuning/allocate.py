@@ -1,4 +1,4 @@
-"""Spend a budget of change where it saves most: greedy on the convex hull of each part's options.
+"""Spend an allowed change where it saves most: greedy on the convex hull of each part's options.
 
 Parts (layers, or the heads of one) are independent, and the changes that they cause add up.
 """

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge import BLOCK_Q, Backend, Recipe
 from sparge.backends.dense import attend_dense
 from sparge.engine.check import check_call
-from sparge.routing import AUTO, Backend, choose, get_backend
+from sparge.routing import AUTO, choose, get_backend
 from sparge.support.autocast import without_autocast
 from sparge.values.call import Call, Inputs, work_dtype
-from sparge.values.geometry import BLOCK_Q, block_range, diagonal_offset, n_blocks, sampled_rows
-from sparge.values.recipe import Recipe
+from sparge.values.geometry import block_range, diagonal_offset, n_blocks, sampled_rows
 from sparge.values.stages import Prepared, prepare
 from sparge.values.tokenmask import TokenMask, as_4d
 

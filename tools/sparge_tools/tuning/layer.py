@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sparge.routing import AUTO, Backend
+from sparge import DEFAULT, Backend, Recipe
+from sparge.routing import AUTO
 from sparge.values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings
-from sparge.values.recipe import DEFAULT, Recipe
 
 from .capture import Capture, backend_for, run_captured
 from .score import CaptureScorer, LayerScorer

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.routing import Backend
-from sparge.values.recipe import Recipe, heads_of
+from sparge import Backend, Recipe
+from sparge.values.recipe import heads_of
 
 from .allocate import Option, steps_of
 from .capture import Capture

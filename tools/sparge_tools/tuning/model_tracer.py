@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparge.models import accelerate
+from sparge import accelerate
 from sparge.routing import DENSE
 from sparge.values.fingerprint import fingerprint
 

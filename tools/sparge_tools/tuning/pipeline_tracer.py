@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparge.models import Layers, accelerate, choose_layers
+from sparge import DEFAULT, Recipe, Schedule, accelerate
+from sparge.models import Layers, choose_layers
 from sparge.models.adapters import find_adapter
 from sparge.routing import DENSE
 from sparge.values.fingerprint import fingerprint
-from sparge.values.recipe import DEFAULT, Recipe
-from sparge.values.schedule import Context, Schedule
+from sparge.values.schedule import Context
 
 from ..renders.compare import Prompt, checked_call, plain, quiet_bars, render
 from ..renders.media import LATENT

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
 from typing import Any
 
-from sparge.values.profile import Profile
-from sparge.values.recipe import KeepMass, Recipe
-from sparge.values.schedule import Schedule
+from sparge import KeepMass, Profile, Recipe, Schedule
 
 from ..renders.compare import Given, Settings, render
 from ..renders.picture_metrics import BEST_PSNR, METRICS, compare_pictures, mean_of, psnr

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparge import BLOCK_K, BLOCK_Q, Backend, QTensor, Recipe
 from sparge.backends.reference.predict import predict_mean
 from sparge.backends.reference.prepare import block_statistics, smooth_keys
-from sparge.routing import Backend
 from sparge.rules.forced_blocks import forced_blocks
-from sparge.values.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, in_blocks, n_blocks, sampled_rows
-from sparge.values.qtensor import QTensor, working
-from sparge.values.recipe import Recipe
+from sparge.values.geometry import ROW_GROUP, in_blocks, n_blocks, sampled_rows
+from sparge.values.qtensor import working
 from sparge.values.tokenmask import EXCLUDED
 
 from .capture import Capture, exact_output, keys_seen, prepare_capture

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sparge.models import accelerate
+from sparge import KeepMass, Recipe, accelerate
 from sparge.routing import AUTO, DENSE
 from sparge.values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings
-from sparge.values.recipe import KeepMass, Recipe
 
 from .capture import BLOCKS, backend_for, captures_of
 from .layer_levels import HeadCurves, Level, curves_of, levels_of

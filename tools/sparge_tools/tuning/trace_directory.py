@@ -22,13 +22,10 @@ import torch
 from sparge.support.atomic_files import replace_file
 from sparge.support.json_text import parse_json, read_json_text
 from sparge.values.fingerprint import Fingerprint
-from sparge.values.geometry import diagonal_offset
 
 from .capture import Capture
 
 FORMAT = "sparge.trace/2"
-READS = ("sparge.trace/1", FORMAT)
-"""Format 1 has `Lq` and `causal_align` in the place of `offset`."""
 MANIFEST = "manifest.json"
 _FACTS = ("starts", "scale", "is_causal", "offset")
 _TENSORS = ("query", "key", "value", "attn_mask")
@@ -65,9 +62,8 @@ class Trace:
         path = Path(directory) / MANIFEST
         try:
             data = parse_json(read_json_text(path), "it")
-            if data["format"] not in READS:
-                known = " and ".join(READS)
-                raise ValueError(f"its format is {data['format']!r}, this sparge reads {known}")
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']!r}, this sparge reads {FORMAT}")
             return cls(
                 directory=Path(directory),
                 model=Fingerprint.from_dict(data["model"]),
@@ -160,10 +156,7 @@ def _read(path: Path, entry: Mapping[str, Any]) -> Capture:
         raise ValueError(
             f"{path} of the trace cannot be read: {_words(error)}; trace this input again"
         ) from None
-    facts = {name: entry[name] for name in _FACTS if name in entry}
-    if "causal_align" in entry:  # format 1
-        Lk = tensors["key"].shape[2]
-        facts["offset"] = diagonal_offset(entry["Lq"], Lk, entry["causal_align"])
+    facts = {name: entry[name] for name in _FACTS}
     return Capture(**tensors, **{**facts, "starts": tuple(facts["starts"])})
 
 

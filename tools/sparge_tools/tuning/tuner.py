@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge import __version__
+from sparge import DEFAULT, Profile, Recipe, __version__
 from sparge.routing import AUTO
 from sparge.support.atomic_files import replace_file
 from sparge.support.cpuinfo import cpu_name
 from sparge.support.json_text import parse_json, read_json_text
 from sparge.values.fingerprint import Fingerprint
-from sparge.values.profile import LayerSettings, Profile
-from sparge.values.recipe import DEFAULT, Recipe
+from sparge.values.profile import LayerSettings
 
 from .capture import BLOCKS, Capture, captures_of
 from .layer import PREDICTORS, TunedLayer, tune_layer

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from sparge import Profile
 from sparge.support.cpuinfo import cpuinfo
-from sparge.support.optional_libraries import need_libraries
-from sparge.values.profile import Profile
 
+from ..optional_libraries import need_libraries
 from . import model_files, text_files
 from .catalogue import MODELS, TEXTS, ZooModel, ZooText
 from .kinds import KINDS, load_directory

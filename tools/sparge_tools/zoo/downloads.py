@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from sparge.support.errors import Unsupported
+from sparge import Unsupported
 
 from .catalogue import Carrier
 from .processes import last_line, run_module, run_program

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .vision.task import Grid, Task, ZooModule
 
-CONFIG, WEIGHTS, PIECE = "config.json", "model.safetensors", "piece.json"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Kind:
 
     libraries: tuple[str, ...]
     convert: Callable[[Sequence[Path], Path], None]
-    build: Callable[[Path, Mapping[str, Any]], Parts] | None = None
+    build: Callable[[Mapping[str, Any]], Parts] | None = None
 
 
 def load_directory(directory: Path, *, dtype: torch.dtype) -> ZooModule:
@@ -55,13 +55,9 @@ def load_directory(directory: Path, *, dtype: torch.dtype) -> ZooModule:
             f"names no kind of it ({error}); language models are loaded by zoo.load"
         ) from error
     assert kind.build is not None
-    parts = kind.build(directory, sizes)
+    parts = kind.build(sizes)
     parts.model.load_state_dict(load_file(directory / WEIGHTS))
     return ZooModule(directory.name, parts.model.eval().to(dtype), parts.grids, parts.task)
-
-
-def no_grid(tokens: int) -> None:
-    """Tokens of a sequence."""
 
 
 def square_grid(tokens: int) -> Grid | None:
@@ -104,7 +100,7 @@ def _convert_terrain(files: Sequence[Path], target: Path) -> None:
     _write_module(target, "terrain", convert_terrain(source.read_bytes()), TerrainConfig())
 
 
-def _build_terrain(directory: Path, sizes: Mapping[str, Any]) -> Parts:
+def _build_terrain(sizes: Mapping[str, Any]) -> Parts:
     from .vision.terrain import Terrain, TerrainConfig
     from .vision.terrain_task import TerrainTask
 
@@ -118,7 +114,7 @@ def _convert_sam2(files: Sequence[Path], target: Path) -> None:
     _write_module(target, "sam2", convert_sam2(encoder, decoder), Sam2Config())
 
 
-def _build_sam2(directory: Path, sizes: Mapping[str, Any]) -> Parts:
+def _build_sam2(sizes: Mapping[str, Any]) -> Parts:
     from .vision.sam2 import Sam2, Sam2Config
     from .vision.sam2_task import PointToMask
 
@@ -126,30 +122,8 @@ def _build_sam2(directory: Path, sizes: Mapping[str, Any]) -> Parts:
     return Parts(model, model.grid_of, PointToMask())
 
 
-def _convert_music(files: Sequence[Path], target: Path) -> None:
-    """With the tokens of the piece beside the weights, so that its package is not kept."""
-    from .music.encoder import MusicConfig, convert_music
-    from .music.midi_file import read_notes, tokens_of
-
-    checkpoint, piece = (file.read_bytes() for file in files)
-    _write_module(target, "music", convert_music(checkpoint), MusicConfig())
-    tokens = tokens_of(read_notes(piece))
-    (target / PIECE).write_text(json.dumps(tokens), encoding="utf-8")
-
-
-def _build_music(directory: Path, sizes: Mapping[str, Any]) -> Parts:
-    from .music.encoder import MusicConfig, MusicEncoder
-    from .music.music_task import MaskedNotes
-
-    config = MusicConfig(**sizes)
-    piece = tuple(json.loads((directory / PIECE).read_text(encoding="utf-8")))
-    task = MaskedNotes(piece, length=min(config.tokens, len(piece)))
-    return Parts(MusicEncoder(config), no_grid, task)
-
-
 KINDS = {
     "causal-lm": Kind(("transformers", "gguf", "accelerate"), _convert_language_model),
     "terrain": Kind(("onnx",), _convert_terrain, _build_terrain),
     "sam2": Kind(("onnx", "flatbuffers"), _convert_sam2, _build_sam2),
-    "music": Kind((), _convert_music, _build_music),
 }

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from sparge.support.atomic_files import replace_file
 from sparge.support.cache_directory import cache_directory
-from sparge.support.optional_libraries import need_libraries
 
+from ..optional_libraries import need_libraries
 from .archives import check_digest, extract, get_archive, need_space, sha256_of
 from .catalogue import Carrier, ZooModel
 from .kinds import KINDS

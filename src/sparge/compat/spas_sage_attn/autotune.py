@@ -7,7 +7,6 @@ modules by their whole name (the original takes any name that contains another).
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...support.tools_package import INSTALL, TUNER, find_tool
 from ...values.recipe import KeepAll, Recipe
 from ._recipes import check_flag, precision_of, refuse
 from ._saved import (
@@ -33,7 +33,6 @@ from .core import Result, heads_first, run
 
 Model = TypeVar("Model", bound=nn.Module)
 SIM_RULES = ("l1", "cosine", "rmse")
-TUNER = "sparge_tools.tuning"
 
 
 class SparseAttentionMeansim(nn.Module):
@@ -248,18 +247,12 @@ def _tuner() -> Callable[..., Recipe]:
 
     The recipe has one mass, min_similarity and pv_skip per query head; l2=None leaves pv_skip off.
     """
-    try:
-        tune = importlib.import_module(TUNER)
-    except ModuleNotFoundError as error:
-        if error.name != TUNER:
-            raise
-        found = None
-    else:
-        found = getattr(tune, "tune_head_settings", None)
+    found: Callable[..., Recipe] | None = find_tool(TUNER, "tune_head_settings")
     if found is None:
         raise refuse(
-            "tune_mode asks for tuning, and this version of sparge has no tuner",
-            "load values that were tuned elsewhere with load_sparse_attention_state_dict, or use "
+            "tune_mode asks for tuning, and sparge-tools, which has the tuner, is not installed",
+            f"install it with {INSTALL}, or load values that were tuned elsewhere with "
+            "load_sparse_attention_state_dict, or use "
             "spas_sage2_attn_meansim_topk_cuda, which needs none",
         )
     return found

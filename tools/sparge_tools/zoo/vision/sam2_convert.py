@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from sparge.support.optional_libraries import need_libraries
-
+from ...optional_libraries import need_libraries
 from .sam2_config import STAGES, Sam2Config
 from .sam2_decoder import MASK_TOKENS, MaskDecoder
 from .sam2_encoder import ImageEncoder

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.support.optional_libraries import need_libraries
+from ...optional_libraries import need_libraries
 
 IDENTIFIER = b"ORTM"
 SESSION_MODEL = 1

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparge.support.optional_libraries import need_libraries
-
+from ...optional_libraries import need_libraries
 from .sam2 import prepare_image
 from .sam2_decoder import Masks
 from .task import need_positive, relative_l2

@@ -1,7 +1,10 @@
-"""Blocks in the forms that other libraries take: masks, index lists, CSR and FlexAttention.
+"""Plans in the forms that other libraries take, and back.
 
-Everything here converts between such a form and a bool map of blocks `[B, Hq, n_q, n_k]`. What
-comes from outside is checked first.
+    sparge.interop.to_flex(plan)         # FlexAttention's BlockMask
+    sparge.interop.to_csr(plan)          # scipy, torch.sparse_bsr_tensor, flashinfer
+    sparge.interop.to_block_lists(plan)  # flash-attention's block sparsity
+
+`from_csr` and `from_block_lists` check what comes from outside; neither way loses anything.
 """
 
 from __future__ import annotations
@@ -13,28 +16,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .geometry import BLOCK_K, BLOCK_Q, MAX_OFFSET, n_blocks
-from .tokenmask import MIXED, OPEN, TokenMask, as_4d, check_mask
+from .values.blockplan import (
+    BlockPlan,
+    block_counts,
+    check_facts,
+    checked_tokens,
+    lists_from_mask,
+    mask_from_lists,
+    plan_from_mask,
+)
+from .values.geometry import BLOCK_K, BLOCK_Q
+from .values.tokenmask import MIXED, OPEN, TokenMask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Shape = tuple[int, int, int, int]
 """B, Hq, n_q, n_k."""
-_MASK_DTYPES = (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class BlockCSR(NamedTuple):
-    """Block rows of all heads below each other, int32: `BlockPlan.to_csr`.
+    """Block rows of all heads below each other, int32: what `to_csr` returns.
 
     indptr `[B · Hq · n_q + 1]`: row `(b · Hq + h) · n_q + i_q` has `indices[indptr[row] :
     indptr[row + 1]]`. indices `[kept blocks]`: key blocks, ascending in each row, below `n_k`.
 
     These are `indptr` and `indices` of scipy's `bsr_matrix`, `crow_indices` and `col_indices` of
     `torch.sparse_bsr_tensor`, and what flashinfer's `BlockSparseAttentionWrapper.plan` takes with
-    `R=128, C=64`. That wrapper runs one pattern for all of its heads, hence `to_csr(b, h)`; keys
-    must be a multiple of 64 there, and blocks that the diagonal or a mask cuts need its `mask`.
-    (Its `VariableBlockSparseAttentionWrapper` takes a bool map of every head: `to_mask()[b]`.)
+    `R=128, C=64`. That wrapper runs one pattern for all of its heads, hence `to_csr(plan, b, h)`;
+    keys must be a multiple of 64 there, and blocks that the diagonal or a mask cuts need its
+    `mask`. (Its `VariableBlockSparseAttentionWrapper` takes a bool map of every head:
+    `plan.to_mask()[b]`.)
 
     The bool map of the blocks is
 
@@ -49,7 +61,7 @@ class BlockCSR(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """Partial and full blocks of each row, int32: `BlockPlan.to_block_lists`.
+    """Partial and full blocks of each row, int32: what `to_block_lists` returns.
 
     counts `[B, Hq, n_q]`; indices `[B, Hq, n_q, n_k]`: ascending, then 0. A full block needs no
     mask: every pair of it may attend, with no bias. All other kept blocks are partial: those that
@@ -77,44 +89,119 @@ class BlockLists(NamedTuple):
     full_block_idx: Tensor
 
 
-# --- from a map -------------------------------------------------------------------------------
+def to_flex(plan: BlockPlan) -> BlockMask:
+    """A FlexAttention `BlockMask` that computes the same pairs, compiled or eager."""
+    if plan.has_mask:
+        raise ValueError(
+            "a plan made with attn_mask has no BlockMask equivalent here; make the plan "
+            "without it and put the mask into your own mask_mod"
+        )
+    from torch.nn.attention.flex_attention import BlockMask
+
+    kept, offset, is_causal = plan.to_mask(), plan.offset, plan.is_causal
+
+    # Eager FlexAttention looks at the mask function alone, so that one knows the blocks too.
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        block = kept[b, h, q // BLOCK_Q, k // BLOCK_K]
+        return block & (k <= q + offset) if is_causal else block
+
+    return BlockMask.from_kv_blocks(
+        *_split_lists(kept, plan.diagonal),
+        BLOCK_SIZE=(BLOCK_Q, BLOCK_K),
+        mask_mod=mask_mod,
+        seq_lengths=(plan.Lq, plan.Lk),
+    )
 
 
-def lists_of(kept: Tensor, *, fill: int = -1) -> tuple[Tensor, Tensor]:
-    """Counts and ascending index lists, `fill` behind them."""
-    counts = kept.sum(-1, dtype=torch.int32)
-    order = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
-    used = torch.arange(kept.shape[-1], device=kept.device) < counts[..., None]
-    return counts, torch.where(used, order, fill).to(torch.int32)
+def to_csr(plan: BlockPlan, b: int | None = None, h: int | None = None) -> BlockCSR:
+    """`(indptr, indices)` of the rows of all heads, or of batch entry `b` or head `h` alone.
 
-
-def mask_of(counts: Tensor, indices: Tensor, n_k: int) -> Tensor:
-    """The bool map of lists; entries behind the count are not looked at."""
-    used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    # Unused entries land in an extra column that is cut off again.
-    where = torch.where(used, indices, n_k).long()
-    mask = torch.zeros((*indices.shape[:-1], n_k + 1), dtype=torch.bool, device=indices.device)
-    return mask.scatter_(-1, where, True)[..., :n_k]
-
-
-def csr_of(counts: Tensor, indices: Tensor, b: int | None, h: int | None) -> BlockCSR:
-    """CSR of a plan's counts and lists; the host reads the number of kept blocks."""
-    counts, indices = _pick_heads(counts, b, h), _pick_heads(indices, b, h)
+    Stays on the plan's device; the host reads one number, how many blocks there are.
+    """
+    counts, indices = _pick_heads(plan.counts, b, h), _pick_heads(plan.indices, b, h)
     columns = indices[indices >= 0]
     if len(columns) > torch.iinfo(torch.int32).max:
         raise ValueError(
             f"int32 positions reach 2147483647 blocks, the plan keeps {len(columns)}; export one "
-            "head at a time: to_csr(b, h)"
+            "head at a time: to_csr(plan, b, h)"
         )
     indptr = F.pad(counts.flatten().cumsum(0), (1, 0)).to(torch.int32)
     return BlockCSR(indptr, columns)
 
 
-def split_lists(kept: Tensor, tokens: TokenMask, *, fill: int = 0) -> BlockLists:
+def from_csr(
+    indptr: Tensor,
+    indices: Tensor,
+    *,
+    B: int = 1,
+    Hq: int = 1,
+    Lq: int,
+    Lk: int,
+    is_causal: bool = False,
+    offset: int = 0,
+    attn_mask: Tensor | None = None,
+) -> BlockPlan:
+    """The plan of a `BlockCSR` with `B · Hq` heads, less the blocks nothing may attend.
+
+    Lengths, diagonal and mask are not part of it and are given again, as the plan has them:
+    `offset` is 0 for `causal_align="top_left"` and `Lk - Lq` for `"bottom_right"`.
+    """
+    given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
+    check_facts(Lq, Lk, is_causal, offset=offset)
+    shape = (B, Hq, *block_counts(given))
+    _check_csr(indptr, indices, shape)
+    tokens = checked_tokens(given, (B, Hq), indptr.device)
+    return plan_from_mask(_mask_of_csr(indptr, indices, shape), tokens)
+
+
+def to_block_lists(plan: BlockPlan, attn_mask: Tensor | None = None) -> BlockLists:
+    """Partial and full blocks, as flash-attention's block sparsity takes them.
+
+    A plan made with `attn_mask` needs it again: it decides which blocks are full. Stays on the
+    plan's device; the host reads nothing.
+    """
+    if plan.has_mask and attn_mask is None:
+        raise ValueError(
+            "attn_mask must be given for a plan made with one, got None: the mask decides "
+            "which blocks are full; pass the same mask"
+        )
+    B, Hq, _ = plan.counts.shape
+    given = replace(plan.diagonal, attn_mask=attn_mask)
+    return _split_lists(plan.to_mask(), checked_tokens(given, (B, Hq), plan.counts.device))
+
+
+def from_block_lists(
+    mask_block_cnt: Tensor,
+    mask_block_idx: Tensor,
+    full_block_cnt: Tensor | None = None,
+    full_block_idx: Tensor | None = None,
+    *,
+    Lq: int,
+    Lk: int,
+    is_causal: bool = False,
+    offset: int = 0,
+    attn_mask: Tensor | None = None,
+) -> BlockPlan:
+    """The plan of `BlockLists`, less the blocks nothing may attend.
+
+    Entries behind a count are not read, so lists may be narrower than `n_k`. Full blocks that
+    the diagonal or the mask cuts are refused. Lengths, diagonal and mask are as in `from_csr`.
+    """
+    given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
+    check_facts(Lq, Lk, is_causal, offset=offset)
+    n_q, n_k = block_counts(given)
+    tensors = (mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx)
+    pairs = _check_lists(dict(zip(BlockLists._fields, tensors, strict=True)), n_q, n_k)
+    counts, _ = pairs["mask"]
+    tokens = checked_tokens(given, (counts.shape[0], counts.shape[1]), counts.device)
+    return plan_from_mask(_mask_of_lists(pairs, tokens, n_k), tokens)
+
+
+def _split_lists(kept: Tensor, tokens: TokenMask) -> BlockLists:
     """Partial and full lists of a bool map; blocks that nothing may attend are left out."""
     kinds = tokens.block_kinds(kept.device)
     partial, full = kept & (kinds == MIXED), kept & (kinds == OPEN)
-    return BlockLists(*lists_of(partial, fill=fill), *lists_of(full, fill=fill))
+    return BlockLists(*lists_from_mask(partial, fill=0), *lists_from_mask(full, fill=0))
 
 
 def _pick_heads(x: Tensor, b: int | None, h: int | None) -> Tensor:
@@ -128,124 +215,6 @@ def _pick_heads(x: Tensor, b: int | None, h: int | None) -> Tensor:
             raise IndexError(f"{name} must be within 0 … {x.shape[dim] - 1}, got {index}")
         x = x.narrow(dim, index, 1)
     return x
-
-
-def flex_mask(kept: Tensor, tokens: TokenMask) -> BlockMask:
-    """A `BlockMask` of a bool map and a diagonal.
-
-    Eager FlexAttention looks at the mask function alone, so that one knows the blocks too.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    offset, is_causal = tokens.offset, tokens.is_causal
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        block = kept[b, h, q // BLOCK_Q, k // BLOCK_K]
-        return block & (k <= q + offset) if is_causal else block
-
-    return BlockMask.from_kv_blocks(
-        *split_lists(kept, tokens),
-        BLOCK_SIZE=(BLOCK_Q, BLOCK_K),
-        mask_mod=mask_mod,
-        seq_lengths=(tokens.Lq, tokens.Lk),
-    )
-
-
-# --- from outside -----------------------------------------------------------------------------
-
-
-def check_facts(
-    Lq: int,
-    Lk: int,
-    is_causal: bool,
-    has_mask: bool = False,
-    offset: int = 0,
-    where: str = "",
-) -> None:
-    """Raise unless these can be the lengths and the diagonal of a plan."""
-    for name, number in (("Lq", Lq), ("Lk", Lk), ("offset", offset)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{where}{name} must be a whole number, got {number!r}")
-    for name, length in (("Lq", Lq), ("Lk", Lk)):
-        if length < 1:
-            raise ValueError(f"{where}{name} must be at least 1, got {length}")
-    if abs(offset) > MAX_OFFSET:
-        raise ValueError(f"{where}offset must be within ±{MAX_OFFSET}, got {offset}")
-    for name, flag in (("is_causal", is_causal), ("has_mask", has_mask)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{where}{name} must be True or False, got {flag!r}")
-
-
-def check_plan_tensors(tensors: dict[str, Tensor], Lq: int, Lk: int, where: str) -> int:
-    """`n_k`, or raise unless counts, allowed and indices are those of a plan for these lengths."""
-    n_q, n_k = n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K)
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{where}{name} must be a tensor, got {x!r}")
-    counts = tensors["counts"]
-    if counts.dim() != 3 or 0 in counts.shape:
-        raise ValueError(
-            f"{where}counts must be [B, Hq, n_q], none of them 0, got {tuple(counts.shape)}"
-        )
-    shape = (*counts.shape[:2], n_q)
-    for name, needed in (("counts", shape), ("allowed", shape), ("indices", (*shape, n_k))):
-        x = tensors[name]
-        if tuple(x.shape) != needed or x.dtype != torch.int32:
-            raise ValueError(
-                f"{where}{name} must be int32 of shape {needed} for lengths {Lq} and {Lk}, got "
-                f"{x.dtype} {tuple(x.shape)}"
-            )
-    return n_k
-
-
-def checked_tokens(given: TokenMask, heads: tuple[int, int], device: torch.device) -> TokenMask:
-    """`given` with its mask checked for `heads` = `(B, Hq)` and viewed as 4-D."""
-    if given.attn_mask is None:
-        return given
-    weights = (*heads, given.Lq, given.Lk)
-    check_mask(given.attn_mask, weights, device=device, dtypes=_MASK_DTYPES)
-    return replace(given, attn_mask=as_4d(given.attn_mask))
-
-
-def read_mask(mask: Tensor, given: TokenMask) -> tuple[Tensor, TokenMask]:
-    """A bool map and what masks its tokens, checked."""
-    check_facts(given.Lq, given.Lk, given.is_causal, offset=given.offset)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"a block mask must be bool, got {came}; write mask.bool()")
-    needed = _blocks(given)
-    if mask.dim() != 4 or tuple(mask.shape[2:]) != needed:
-        raise ValueError(
-            f"a block mask for lengths {given.Lq} and {given.Lk} must have shape [B, Hq, "
-            f"{needed[0]}, {needed[1]}] (query blocks of {BLOCK_Q}, key blocks of {BLOCK_K} rows), "
-            f"got {tuple(mask.shape)}"
-        )
-    return mask, checked_tokens(given, (mask.shape[0], mask.shape[1]), mask.device)
-
-
-def read_csr(
-    indptr: Tensor, indices: Tensor, heads: tuple[int, int], given: TokenMask
-) -> tuple[Tensor, TokenMask]:
-    """The bool map of a CSR pair and what masks its tokens, checked."""
-    check_facts(given.Lq, given.Lk, given.is_causal, offset=given.offset)
-    shape = (*heads, *_blocks(given))
-    _check_csr(indptr, indices, shape)
-    tokens = checked_tokens(given, heads, indptr.device)
-    return _mask_of_csr(indptr, indices, shape), tokens
-
-
-def read_lists(tensors: tuple[Tensor | None, ...], given: TokenMask) -> tuple[Tensor, TokenMask]:
-    """The bool map of the four tensors of `BlockLists` and what masks its tokens, checked."""
-    check_facts(given.Lq, given.Lk, given.is_causal, offset=given.offset)
-    n_q, n_k = _blocks(given)
-    pairs = _check_lists(dict(zip(BlockLists._fields, tensors, strict=True)), n_q, n_k)
-    counts, _ = pairs["mask"]
-    tokens = checked_tokens(given, (counts.shape[0], counts.shape[1]), counts.device)
-    return _mask_of_lists(pairs, tokens, n_k), tokens
-
-
-def _blocks(tokens: TokenMask) -> tuple[int, int]:
-    return n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
 
 
 def _check_csr(indptr: Tensor, indices: Tensor, shape: Shape) -> None:
@@ -326,7 +295,7 @@ def _mask_of_lists(pairs: dict[str, tuple[Tensor, Tensor]], tokens: TokenMask, n
         used = torch.arange(width, device=indices.device) < counts[..., None]
         rising = (indices[..., 1:] > indices[..., :-1]) | ~used[..., 1:]
         _check_columns(f"{kind}_block_idx", indices[used], n_k, rising=rising)
-        masks.append(mask_of(counts, indices, n_k))
+        masks.append(mask_from_lists(counts, indices, n_k))
     if len(masks) == 1:
         return masks[0]
     partial, full = masks

@@ -1,4 +1,4 @@
-"""A denoiser tuned to a budget of its output, by bands of the noise level."""
+"""A denoiser tuned to a target of its output, by bands of the noise level."""
 
 from __future__ import annotations
 

@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from plans import a_plan, lengths, random_mask
 from refusals import refused
 from sparge import BlockPlan
-from sparge.values.block_lists import BlockCSR, BlockLists, read_mask
-from sparge.values.blockplan import plan_from_mask
+from sparge.interop import (
+    BlockCSR,
+    BlockLists,
+    from_block_lists,
+    from_csr,
+    to_block_lists,
+    to_csr,
+    to_flex,
+)
+from sparge.values.blockplan import checked_tokens, plan_from_mask
 from sparge.values.tokenmask import TokenMask
 
 MASKS = ("none", "keys", "pairs", "bias", "heads")
@@ -52,7 +60,7 @@ def make(Lq, Lk, is_causal, offset, B, Hq, share, mask, seed):
     tokens = token_mask(mask, B, Hq, Lq, Lk, seed)
     kept = random_mask(B, Hq, Lq, Lk, seed, share)
     facts = {"Lq": Lq, "Lk": Lk, "is_causal": is_causal, "offset": offset, "attn_mask": tokens}
-    return plan_from_mask(*read_mask(kept, TokenMask(**facts))), facts
+    return plan_from_mask(kept, checked_tokens(TokenMask(**facts), (B, Hq), kept.device)), facts
 
 
 def pairs_of(facts, B, Hq):
@@ -83,8 +91,8 @@ def in_blocks(pairs, fill):
 @given(**some_plan)
 def test_csr_round_trip(B, Hq, **options):
     plan, facts = make(B=B, Hq=Hq, **options)
-    csr = plan.to_csr()
-    same = BlockPlan.from_csr(*csr, B=B, Hq=Hq, **facts)
+    csr = to_csr(plan)
+    same = from_csr(*csr, B=B, Hq=Hq, **facts)
     assert same == plan
     same.validate()
     assert {csr.indptr.dtype, csr.indices.dtype} == {torch.int32}
@@ -96,8 +104,8 @@ def test_csr_round_trip(B, Hq, **options):
 @given(**some_plan)
 def test_lists_round_trip_and_say_which_blocks_are_full(B, Hq, **options):
     plan, facts = make(B=B, Hq=Hq, **options)
-    lists = plan.to_block_lists(facts["attn_mask"])
-    same = BlockPlan.from_block_lists(*lists, **facts)
+    lists = to_block_lists(plan, facts["attn_mask"])
+    same = from_block_lists(*lists, **facts)
     assert same == plan
     same.validate()
     assert {x.dtype for x in lists} == {torch.int32}
@@ -129,12 +137,12 @@ def test_one_head_is_csr_of_its_own(B, Hq, **options):
     plan, facts = make(B=B, Hq=Hq, **options)
     n_q = plan.counts.shape[-1]
     for b, h in itertools.product(range(B), range(Hq)):
-        csr = plan.to_csr(b, h)
+        csr = to_csr(plan, b, h)
         assert csr.indptr[0] == 0
         assert len(csr.indptr) == n_q + 1
-        alone = BlockPlan.from_csr(*csr, **{**facts, "attn_mask": None})
+        alone = from_csr(*csr, **{**facts, "attn_mask": None})
         assert torch.equal(alone.to_mask()[0, 0], plan.to_mask()[b, h])
-    heads = plan.to_csr(b=B - 1)
+    heads = to_csr(plan, b=B - 1)
     assert len(heads.indptr) == Hq * n_q + 1
     assert torch.equal(heads.indices, plan.indices[B - 1][plan.indices[B - 1] >= 0])
 
@@ -142,7 +150,7 @@ def test_one_head_is_csr_of_its_own(B, Hq, **options):
 @pytest.mark.parametrize("form", [BlockCSR, BlockLists])
 def test_the_four_lines_of_the_docstrings_make_the_mask(form):
     plan = a_plan(300, 500, is_causal=True, align="bottom_right")
-    export = plan.to_csr() if form is BlockCSR else plan.to_block_lists()
+    export = to_csr(plan) if form is BlockCSR else to_block_lists(plan)
     (code,) = re.findall(r"map of the blocks is\n\n(.*)", inspect.getdoc(form), re.DOTALL)
     lines = textwrap.dedent(code).strip()
     assert len(lines.splitlines()) == 4
@@ -159,7 +167,7 @@ def test_the_four_lines_of_the_docstrings_make_the_mask(form):
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_torch_takes_the_csr_pair_as_a_bsr_matrix():
     plan = a_plan(300, 500, is_causal=True)
-    indptr, indices = plan.to_csr()
+    indptr, indices = to_csr(plan)
     n_q, n_k = plan.indices.shape[2:]
     values = torch.ones(len(indices), 128, 64)
     size = (6 * n_q * 128, n_k * 64)
@@ -171,7 +179,7 @@ def test_torch_takes_the_csr_pair_as_a_bsr_matrix():
 def test_scipy_takes_the_csr_pair_of_a_head():
     sparse = pytest.importorskip("scipy.sparse")
     plan = a_plan(300, 500)
-    indptr, indices = plan.to_csr(1, 2)
+    indptr, indices = to_csr(plan, 1, 2)
     values = torch.ones(len(indices), 128, 64).numpy()
     matrix = sparse.bsr_matrix((values, indices.numpy(), indptr.numpy()), shape=(384, 512))
     assert matrix.has_sorted_indices
@@ -182,22 +190,18 @@ def test_scipy_takes_the_csr_pair_of_a_head():
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lists_of_a_flex_block_mask_make_the_plan(is_causal):
     plan = a_plan(500, 700, is_causal=is_causal, align="bottom_right")
-    flex = plan.to_flex()
+    flex = to_flex(plan)
     lists = (flex.kv_num_blocks, flex.kv_indices, flex.full_kv_num_blocks, flex.full_kv_indices)
     facts = {"Lq": 500, "Lk": 700, "is_causal": is_causal, "offset": 200}
-    assert BlockPlan.from_block_lists(*lists, **facts) == plan
+    assert from_block_lists(*lists, **facts) == plan
 
 
 def test_a_block_that_the_end_cuts_is_full():
-    lists = a_plan(130, 70, B=1, H=1, seed=4).to_block_lists()
+    lists = to_block_lists(a_plan(130, 70, B=1, H=1, seed=4))
     assert int(lists.mask_block_cnt.sum()) == 0
-    causal = BlockPlan.from_mask(
-        torch.ones(1, 1, 1, 2, dtype=torch.bool),
-        Lq=3,
-        Lk=70,
-        is_causal=True,
-        causal_align="bottom_right",
-    ).to_block_lists()
+    facts = {"Lq": 3, "Lk": 70, "is_causal": True, "causal_align": "bottom_right"}
+    every = torch.ones(1, 1, 1, 2, dtype=torch.bool)
+    causal = to_block_lists(BlockPlan.from_mask(every, **facts))
     assert causal.full_block_idx[0, 0, 0, : causal.full_block_cnt[0, 0, 0]].tolist() == [0]
     assert causal.mask_block_idx[0, 0, 0, : causal.mask_block_cnt[0, 0, 0]].tolist() == [1]
 
@@ -207,19 +211,19 @@ def test_a_mask_that_the_plan_was_made_without_is_taken_as_attend_takes_it():
     tokens = torch.ones(100, 256, dtype=torch.bool)
     tokens[:, 64:128] = False  # a whole block
     tokens[5, 130] = False
-    lists = plan.to_block_lists(tokens)
+    lists = to_block_lists(plan, tokens)
     assert lists.full_block_idx[0, 0, 0, : lists.full_block_cnt[0, 0, 0]].tolist() == [0, 3]
     assert lists.mask_block_idx[0, 0, 0, : lists.mask_block_cnt[0, 0, 0]].tolist() == [2]
 
 
 def test_narrow_lists_and_partial_lists_alone_are_enough():
     plan = a_plan(300, 500)
-    lists = plan.to_block_lists()
+    lists = to_block_lists(plan)
     width = int(plan.counts.max())
     narrow = (lists.full_block_cnt, lists.full_block_idx[..., :width])
-    assert BlockPlan.from_block_lists(*narrow, Lq=300, Lk=500) == plan
+    assert from_block_lists(*narrow, Lq=300, Lk=500) == plan
     none = (torch.zeros_like(plan.counts), plan.indices[..., :0])
-    empty = BlockPlan.from_block_lists(*none, Lq=300, Lk=500)
+    empty = from_block_lists(*none, Lq=300, Lk=500)
     assert int(empty.counts.sum()) == 0
 
 
@@ -227,21 +231,21 @@ def test_blocks_that_nothing_may_attend_are_dropped():
     every = a_plan(256, 256, B=1, H=1)
     facts = {"Lq": 256, "Lk": 256, "is_causal": True}
     causal = BlockPlan.from_mask(every.to_mask(), **facts)
-    assert BlockPlan.from_csr(*every.to_csr(), **facts) == causal
+    assert from_csr(*to_csr(every), **facts) == causal
     lists = (every.counts, every.indices)
-    assert BlockPlan.from_block_lists(*lists, **facts) == causal
+    assert from_block_lists(*lists, **facts) == causal
 
 
 def test_exports_stay_on_the_device():
     plan = a_plan(is_causal=True).to("meta")
-    assert {x.device.type for x in plan.to_block_lists()} == {"meta"}  # reads nothing, or fails
+    assert {x.device.type for x in to_block_lists(plan)} == {"meta"}  # reads nothing, or fails
 
 
 # --- mistakes ---------------------------------------------------------------------------------
 
 PLAN = a_plan(300, 500, B=1, H=2)  # 3 x 8 blocks
-INDPTR, INDICES = PLAN.to_csr()
-LISTS = PLAN.to_block_lists()
+INDPTR, INDICES = to_csr(PLAN)
+LISTS = to_block_lists(PLAN)
 SIZES = {"Lq": 300, "Lk": 500}
 CSR = {"indptr": INDPTR, "indices": INDICES, "B": 1, "Hq": 2, **SIZES}
 ONE_MORE = torch.cat([INDPTR, INDPTR[-1:]])
@@ -284,7 +288,7 @@ ONE_MORE = torch.cat([INDPTR, INDPTR[-1:]])
     ],
 )
 def test_csr_that_is_none(changes, error, says):
-    refused(lambda: BlockPlan.from_csr(**{**CSR, **changes}), error, *says)
+    refused(lambda: from_csr(**{**CSR, **changes}), error, *says)
 
 
 @pytest.mark.usefixtures("no_work")
@@ -347,15 +351,15 @@ def test_csr_that_is_none(changes, error, says):
 )
 def test_lists_that_are_none(changes, error, says):
     options = {**LISTS._asdict(), **SIZES, **changes}
-    refused(lambda: BlockPlan.from_block_lists(**options), error, *says)
+    refused(lambda: from_block_lists(**options), error, *says)
 
 
 def test_a_plan_made_with_a_mask_needs_it_for_lists():
     tokens = torch.ones(300, 500, dtype=torch.bool).tril()
     plan = BlockPlan.from_mask(PLAN.to_mask(), **SIZES, attn_mask=tokens)
-    refused(plan.to_block_lists, ValueError, "attn_mask", "got None", "same mask")
-    refused(lambda: plan.to_block_lists(tokens[:7]), ValueError, "[1, 2, 300, 500]")
-    refused(lambda: plan.to_block_lists(tokens.int()), TypeError, "bool", "int32")
+    refused(lambda: to_block_lists(plan), ValueError, "attn_mask", "got None", "same mask")
+    refused(lambda: to_block_lists(plan, tokens[:7]), ValueError, "[1, 2, 300, 500]")
+    refused(lambda: to_block_lists(plan, tokens.int()), TypeError, "bool", "int32")
 
 
 @pytest.mark.parametrize(
@@ -367,4 +371,4 @@ def test_a_plan_made_with_a_mask_needs_it_for_lists():
     ],
 )
 def test_a_head_that_is_not_there(b, h, error, says):
-    refused(lambda: PLAN.to_csr(b, h), error, *says)
+    refused(lambda: to_csr(PLAN, b, h), error, *says)

@@ -1,4 +1,4 @@
-"""Tune a denoiser to a budget of its own output, in every band of the noise level."""
+"""Tune a denoiser to a target of its own output, in every band of the noise level."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparge import DEFAULT, Profile, Recipe
 from sparge.routing import AUTO
-from sparge.values.profile import HeadSettings, LayerSettings, Profile
-from sparge.values.recipe import DEFAULT, Recipe
+from sparge.values.profile import HeadSettings, LayerSettings
 
 from .capture import BLOCKS
 from .model_tracer import Inputs, as_arguments
-from .output_budget import (
+from .output_measure import RELATIVE_L2, DenoiserMeasure, evaluating
+from .output_state import OutputState
+from .output_target import (
     OutputResult,
     State,
     Step,
@@ -27,8 +29,6 @@ from .output_budget import (
     request_of,
     tune_inputs,
 )
-from .output_measure import RELATIVE_L2, DenoiserMeasure, evaluating
-from .output_state import OutputState
 from .scored_layers import Layers, TunedModel, attention_layers, base_recipe
 
 BANDS = ((0.0, 0.5), (0.5, 1.0))

@@ -17,20 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparge import __version__
+from sparge import VISION, KeepMass, Profile, Recipe, Schedule, __version__
 from sparge.models import Layers
 from sparge.routing import AUTO
 from sparge.support.cpuinfo import cpu_name
 from sparge.values.fingerprint import fingerprint
-from sparge.values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings, Profile
-from sparge.values.recipe import VISION, KeepMass, Recipe
-from sparge.values.schedule import Schedule
+from sparge.values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings
 
 from ..renders.compare import Prompt, Settings, checked_call, plain, quiet_bars, refuse_accelerated
 from ..renders.media import LATENT
 from .model_tracer import inputs_digest
-from .output_budget import State, Step, TargetNotMet
 from .output_state import OutputState
+from .output_target import State, Step, TargetNotMet
 from .pipeline_tracer import chosen_layers
 from .render_search import PSNR, Level, Renderer, Verified, search_levels
 from .search import NO_GAIN

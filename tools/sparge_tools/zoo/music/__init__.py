@@ -1,1 +1,0 @@
-"""A bidirectional encoder of piano music, and MIDI files as its tokens."""
