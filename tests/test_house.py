@@ -92,19 +92,44 @@ def test_no_optimized_backend_imports_the_reference():
             assert "backends.reference" not in imports_of(file), f"{backend}/{file.name}"
 
 
-def test_no_stage_calls_a_later_one():
-    """prepare → predict → select → attend: a stage imports none that runs after it."""
-    stages = ("prepare", "predict", "select", "attend")
-    for backend in ("reference", "cpu", "triton"):
-        for i, stage in enumerate(stages):
-            tree = ast.parse((SRC / "backends" / backend / f"{stage}.py").read_text())
-            modules = {
-                node.module or alias.name
-                for node in ast.walk(tree)
-                if isinstance(node, ast.ImportFrom) and node.level == 1
-                for alias in node.names
-            }
-            assert not modules & set(stages[i + 1 :]), f"{backend}/{stage}"
+STAGES = ("prepare", "predict", "select", "attend")
+
+
+def siblings_of(file: Path) -> set[str]:
+    """Modules of its own folder that a file imports, at its top or inside of a function."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            names = [node.module.split(".")[0]] if node.module else [x.name for x in node.names]
+            found |= {name for name in names if file.with_name(f"{name}.py").exists()}
+    return found
+
+
+def reached_from(file: Path) -> set[str]:
+    """Modules of its own folder that a file imports, itself or through others of them."""
+    reached: set[str] = set()
+    left = siblings_of(file)
+    while left:
+        name = left.pop()
+        reached.add(name)
+        left |= siblings_of(file.with_name(f"{name}.py")) - reached
+    return reached
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "reference",
+        "cpu",
+        pytest.param("triton", marks=pytest.mark.xfail(reason="its stages are cut next")),
+    ],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_stage_reaches_another(backend, stage):
+    """prepare → predict → select → attend: the engine runs them; none imports an earlier or a later
+    one, not even through a helper."""
+    reached = reached_from(SRC / "backends" / backend / f"{stage}.py")
+    assert reached.isdisjoint({*STAGES, "stages"}), reached
 
 
 def run(code: str) -> str:
@@ -153,32 +178,40 @@ def test_the_suite_poisons_memory():
     assert torch.ones(10).new_empty(1000).isnan().all()
 
 
+# Tests of the example backend that take most of the suite's minutes: compiled graphs, numerical
+# gradients, and error budgets over many calls, all slow by the reference's stages.
+SLOW_TESTS = (
+    "test_gradcheck_with_the_second_filter",
+    "test_opcheck_of_every_stage",
+    "compile",
+    "graph",
+    "test_threads",
+    "test_the_number_of_threads",
+    "test_every_head_keeps",
+    "test_nothing_around_a_row",
+    "test_a_larger_budget",
+    "test_precision_is_raised",
+    "test_raised_heads_are",
+)
+
+
 def test_the_example_backend_passes_the_conformance_suite():
     """Registering is all that a backend from elsewhere does to be tested: every test that takes
-    `backend` runs for it. The slowest of the reference's are left out."""
+    `backend` runs for it, less the slowest. (It passes those, too: without `SLOW_TESTS`.)"""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "custom_backend", "--no-cov"]
-    names = (
-        "attend",
-        "edges",
-        "masks",
-        "plan",
-        "second_filter",
-        "protect",
-        "quantize",
-        "nonfinite",
-    )
-    files = [str(ROOT / "tests/api" / f"test_{name}.py") for name in names]
+    folders = [str(ROOT / "tests" / name) for name in ("api", "backends/cpu", "engine", "rules")]
     path = os.pathsep.join([str(ROOT / "examples"), *sys.path])
+    chosen = " and not ".join(["headwise", *SLOW_TESTS])
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "-k", "headwise", *files],
+        [*command, "-p", "no:cacheprovider", "-k", chosen, *folders],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
     )
-    passed = re.search(r"^(\d+) passed, \d+ deselected", done.stdout, re.M)
+    passed = re.search(r"^(\d+) passed, (?:\d+ skipped, )?\d+ deselected", done.stdout, re.M)
     assert passed is not None, done.stdout[-3000:]
-    assert int(passed[1]) > 150
+    assert int(passed[1]) > 600
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "tools", "examples"])
