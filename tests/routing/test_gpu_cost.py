@@ -17,8 +17,7 @@ from sparge.backends.reference import REFERENCE
 from sparge.backends.triton import calibrate
 from sparge.backends.triton.architectures import TABLE
 from sparge.backends.triton.cost import COST, GpuCost, key_of
-from sparge.backends.triton.rates import THROUGHPUTS
-from sparge.backends.triton.roofline import Card, card_of, roofline
+from sparge.backends.triton.roofline import THROUGHPUTS, Card, card_of, roofline
 from sparge.routing import choose, cost_file
 from sparge.routing.crossover import DTYPES, HEAD_DIMS, Crossover, UnitCosts, names
 from sparge.values.backend import ESTIMATED, MEASURED

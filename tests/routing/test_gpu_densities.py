@@ -14,8 +14,8 @@ from gpus import a_4090, an_h100, pretend
 from sparge import KeepFraction, KeepMass, Recipe
 from sparge.backends.triton import cost as cost_module
 from sparge.backends.triton.cost import COST
-from sparge.backends.triton.densities import EVERY, MOST_LAYERS, Densities, counts_later
 from sparge.routing import choose, route_by_plan
+from sparge.routing.densities import EVERY, MOST_LAYERS, Densities, counts_later
 from sparge.support.accelerator import KNOWN, TorchAccelerator
 
 

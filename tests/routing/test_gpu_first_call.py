@@ -20,8 +20,8 @@ from sparge.backends.triton import cost as cost_module
 from sparge.backends.triton.cost import COST, GpuCost, key_of
 from sparge.backends.triton.roofline import card_of
 from sparge.routing import choose, cost_file, settle
+from sparge.routing.calibration import Bench
 from sparge.routing.crossover import DENSE_LSE, costs_of
-from sparge.routing.trials import Bench
 from sparge.support.cache_directory import cache_directory
 from sparge.values.backend import ESTIMATED, MEASURED
 

@@ -11,9 +11,15 @@ import pytest
 
 from gpus import pretend, properties
 from sparge.backends.triton.architectures import TABLE
-from sparge.backends.triton.instructions import LEGACY_INT8, instructions_of
-from sparge.backends.triton.rates import GEFORCE, THROUGHPUTS, rates_of, uses_legacy_int8
-from sparge.backends.triton.roofline import roofline
+from sparge.backends.triton.roofline import (
+    GEFORCE,
+    LEGACY_INT8_COUNTS,
+    THROUGHPUTS,
+    instructions_of,
+    rates_of,
+    roofline,
+    uses_legacy_int8,
+)
 from sparge.routing import choose
 from sparge.routing.crossover import HEAD_DIMS
 from sparge.values.recipe import PRECISIONS
@@ -145,7 +151,7 @@ def test_every_architecture_has_a_number_for_every_precision():
         for precision in PRECISIONS:
             low, high = (instructions_of(name, precision, D) for D in HEAD_DIMS)
             assert 0 < low <= high
-    assert instructions_of("sm_100", "int8", 128, legacy=True) == LEGACY_INT8["int8"][1]
+    assert instructions_of("sm_100", "int8", 128, legacy=True) == LEGACY_INT8_COUNTS["int8"][1]
 
 
 # --- what follows -----------------------------------------------------------------------------

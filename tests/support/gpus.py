@@ -14,7 +14,7 @@ from sparge.backends.cpu import CPU_BACKEND
 from sparge.backends.triton import calibrate
 from sparge.backends.triton.cost import COST, GpuCost
 from sparge.backends.triton.roofline import card_of
-from sparge.routing import trials
+from sparge.routing import calibration as trials
 
 
 def properties(name="Some GPU", major=8, minor=9, **facts):

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from gpus import pretend, properties
-from sparge.backends.triton.rates import DENSE_SHARE, OUR_SHARE
-from sparge.backends.triton.roofline import Card, roofline
+from sparge.backends.triton.roofline import DENSE_SHARE, OUR_SHARE, Card, roofline
 from sparge.values.recipe import PRECISIONS
 from sparge_tools.commands.bench_command import FORMAT as BENCH_FORMAT
 from sparge_tools.studies import gpu_check, gpu_estimates, gpu_rig

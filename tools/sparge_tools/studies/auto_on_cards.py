@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from sparge import DEFAULT, VISION
-from sparge.backends.triton.densities import Densities
 from sparge.backends.triton.roofline import Card, roofline
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json
 from sparge.cli.screen import deliver
 from sparge.routing.crossover import CLEARLY, Crossover
+from sparge.routing.densities import Densities
 from sparge.values.call import Call
 
 CARDS = {

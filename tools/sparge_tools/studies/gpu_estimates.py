@@ -43,7 +43,7 @@ from sparge import DEFAULT, KeepFraction, Recipe, attention
 from sparge.backends.triton import NAME
 from sparge.backends.triton.architectures import Architecture
 from sparge.backends.triton.launch import Launch
-from sparge.backends.triton.rates import DENSE_SHARE, Throughput, rates_of
+from sparge.backends.triton.roofline import DENSE_SHARE, Throughput, rates_of
 from sparge.cli.crossover_status import crossover_rows
 from sparge.engine.check import check_call
 from sparge.routing.crossover import DENSE_WAY, HEAD_DIMS, UnitCosts, name_of

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
+from ...routing.calibration import Bench, crossover_of, each
 from ...routing.crossover import Crossover
-from ...routing.trials import Bench, crossover_of, each
 from ...support.turns import take_turns
 from . import library, stages
 from .cost_key import key_of

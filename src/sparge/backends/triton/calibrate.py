@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ...routing.calibration import Bench, Trials, crossover_of, each
 from ...routing.crossover import Crossover
-from ...routing.trials import Bench, Trials, crossover_of, each
 from ...support.errors import Unsupported
 from ...support.turns import HOST, Timer, take_turns, timer
 from ...values.backend import Backend

@@ -18,13 +18,13 @@ import torch
 
 from ...routing import cost_file
 from ...routing.crossover import Crossover, costs_of, decided_without_numbers
+from ...routing.densities import Arrived, Densities, counts_later
 from ...routing.measure_apart import calibration_allowed, measure_apart
 from ...support.accelerator import capturing
 from ...values.backend import Estimate
 from ...values.blockplan import BlockPlan
 from ...values.call import Call
 from ...values.recipe import KeepAll
-from .densities import Arrived, Densities, counts_later
 from .packages import triton_version
 from .roofline import Card, card_of, roofline
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...routing.crossover import expected_density
-from ...support.accelerator import accelerator, to_host
-from ...values.blockplan import BlockPlan
-from ...values.call import Call
+from ..support.accelerator import accelerator, to_host
+from ..values.blockplan import BlockPlan
+from ..values.call import Call
+from .crossover import expected_density
 
 UNSEEN_DENSITY = 0.4
 """What `KeepMass` and `KeepError` are expected to keep of a long row, before any was seen.
