@@ -21,7 +21,7 @@ from sparge.backends.triton.roofline import (
     uses_legacy_int8,
 )
 from sparge.routing import choose
-from sparge.routing.crossover import HEAD_DIMS
+from sparge.values.backend import HEAD_DIMS
 from sparge.values.recipe import PRECISIONS
 from sparge_tools.static.ratchet import VERSIONS, ratchet_of, read_ratchet
 from sparge_tools.static.targets import TARGETS
@@ -68,7 +68,7 @@ def test_a_name_that_is_not_known_favours_dense_attention(architecture):
     card = replace(CARDS["4090"], architecture=architecture)
 
     def ratio(name):
-        costs = roofline(replace(card, name=name)).costs
+        costs = roofline(replace(card, name=name))
         return costs["bf16/128/int8"].element / costs["bf16/128/dense"].element
 
     assert ratio("Some GPU") > 1.2 * ratio("NVIDIA GeForce RTX 4090")
@@ -103,7 +103,7 @@ def test_the_static_check_has_the_same_rates():
 def test_an_older_triton_multiplies_int8_the_old_way_on_sm_100(triton, int8):
     assert rates_of("NVIDIA B200", "sm_100", triton).int8 == int8
     assert rates_of("NVIDIA H100", "sm_90", triton) is THROUGHPUTS["sm_90"]
-    old, new = (roofline(CARDS["B200"], version).costs for version in (triton, "3.9.0"))
+    old, new = (roofline(CARDS["B200"], version) for version in (triton, "3.9.0"))
     assert (old["bf16/128/int8"].element > new["bf16/128/int8"].element) == (int8 == 2048)
     assert old["bf16/128/half"] == new["bf16/128/half"]
 

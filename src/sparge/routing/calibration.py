@@ -1,63 +1,142 @@
-"""Measure a crossover: the stages of a backend beside dense attention, in turns, at two lengths."""
+"""Measure a crossover: the stages of a backend beside dense attention, in turns, at two lengths.
+
+`measure` measures; `measure_apart` does so in a thread of its own, inside a user's call.
+"""
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..backends.dense import attend_dense
-from ..engine.check import check_call
-from ..support.turns import Timer, timed
+from ..support.errors import Unsupported
+from ..support.turns import HOST, take_turns, timer
+from ..values.backend import (
+    DENSE_LSE,
+    DENSE_WAY,
+    DTYPES,
+    HEAD_DIMS,
+    WAYS,
+    Backend,
+    Measuring,
+    Place,
+    Rates,
+    UnitCosts,
+    name_of,
+)
 from ..values.blockplan import BlockPlan
 from ..values.call import Call, Inputs
 from ..values.geometry import BLOCK_Q
-from ..values.recipe import KeepFraction, Recipe
-from ..values.stages import Prepared, Stages
+from ..values.host import host
+from ..values.recipe import PRECISIONS, KeepFraction, Recipe
+from ..values.stages import Prepared
 from ..values.tokenmask import TokenMask
-from .crossover import DENSE_LSE, DENSE_WAY, DTYPES, HEAD_DIMS, WAYS, Crossover, UnitCosts, name_of
+from .crossover import Crossover
 
 KEPT = 0.5
 """The fraction asked of the measured plans; what they really keep is what is counted."""
+MOST_OF_FREE = 0.5
+"""Of a card's free memory that measuring inside a call may take."""
 
+Proceed = Callable[[], None]
+"""Called before each turn; may raise."""
 Trials = dict[str, list["Trial"]]
 """By name of the cost; one for each length."""
 
 
+class Measure(Protocol):
+    """What `measure` is called by."""
+
+    def __call__(
+        self,
+        backend: Backend,
+        place: Place,
+        *,
+        wanted: Collection[str] | None = None,
+        in_call: bool = False,
+        proceed: Proceed = ...,
+    ) -> Crossover: ...
+
+
+def measure(
+    backend: Backend,
+    place: Place,
+    *,
+    wanted: Collection[str] | None = None,
+    in_call: bool = False,
+    proceed: Proceed = lambda: None,
+) -> Crossover:
+    """Every dtype and precision that the backend serves at a place; or the costs that are `wanted`,
+    by name. The crossover has no key.
+
+    in_call: measured inside a user's call, in less time and in a part of the free memory; raises
+    MemoryError if that is too little.
+    """
+    assert isinstance(backend.cost, Rates)
+    start = time.perf_counter()
+    how = backend.cost.measuring(place)
+    device = torch.device(how.device)
+    bench = Bench(backend, how, wanted)
+    check_memory(bench.needed_bytes(), free_bytes(device), MOST_OF_FREE if in_call else 1.0)
+    with _on(device), torch.inference_mode():
+        trials = bench.trials()
+        turns = [partial(trial.take_turn, proceed) for trial in flat(trials)]
+        if how.warms_up:
+            for trial, turn in zip(flat(trials), turns, strict=True):
+                turn()
+                trial.forget()
+        cpu_start, wall_start = time.process_time(), time.perf_counter()
+        seconds = how.seconds_in_call if in_call else how.seconds
+        take_turns(turns, seconds=seconds, fewest=how.fewest_rounds, limit=how.limit)
+        ran, wall = time.process_time() - cpu_start, time.perf_counter() - wall_start
+    busy = 1.0 - ran / (wall * torch.get_num_threads()) if backend.cost.on_host else 0.0
+    return Crossover(
+        {name: _fit(of_lengths) for name, of_lengths in trials.items()},
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        took=time.perf_counter() - start,
+        noise=statistics.median(
+            statistics.median(trial.attends) / trial.attend for trial in flat(trials)
+        ),
+        busy=max(0.0, busy),
+        measured=True,
+    )
+
+
 @dataclass(frozen=True)
 class Bench:
-    """What is measured, where and how.
+    """What is measured. wanted: names of costs; None is all of them."""
 
-    heads: as many as keep the device busy. lse_lengths: lengths of dense attention with an LSE,
-    whose scores are held in full. timed: runs work, returns its seconds and its result.
-    serves: whether the backend serves a call; what it does not is not measured.
-    wanted: names of the costs that are measured; None is all of them.
-    """
-
-    stages: Stages
-    heads: int
-    lengths: Sequence[int]
-    lse_lengths: Sequence[int]
-    device: str = "cpu"
-    timed: Timer = timed
-    serves: Callable[[Call], bool] = lambda call: True
+    backend: Backend
+    how: Measuring
     wanted: Collection[str] | None = None
 
     def trials(self) -> Trials:
+        """Of dense attention, and of what the backend serves; Unsupported if that is nothing."""
         trials: Trials = {}
+        refused = None
         for dtype, D in ((dtype, D) for dtype in DTYPES for D in HEAD_DIMS):
             ways = self._ways(dtype, D)
             needed = dict.fromkeys(L for way in ways for L in self._lengths(way))
             inputs = {L: self._inputs(dtype, D, L) for L in needed}
             for way in ways:
                 of_way = [Trial(self, way, inputs[L]) for L in self._lengths(way)]
-                if way in (DENSE_WAY, DENSE_LSE) or self.serves(of_way[0].call):
+                if way in PRECISIONS and (why := self._refusal(of_way[0].call)) is not None:
+                    refused = refused or why
+                else:
                     trials[name_of(DTYPES[dtype], D, way)] = of_way
+        if not any(trial.way in PRECISIONS for trial in flat(trials)):
+            reasons = {self.backend.name: refused or "it serves no precision"}
+            raise Unsupported("there is nothing to measure:", reasons)
         return trials
 
     def needed_bytes(self) -> int:
@@ -67,10 +146,13 @@ class Bench:
         for dtype, D in ((dtype, D) for dtype in DTYPES for D in HEAD_DIMS):
             ways = self._ways(dtype, D)
             rows = sum({L for way in ways for L in self._lengths(way)})
-            inputs += 3 * self.heads * rows * D * dtype.itemsize
+            inputs += 3 * self.how.heads * rows * D * dtype.itemsize
             if DENSE_LSE in ways:
-                scores = 4 * self.heads * max(self.lse_lengths) ** 2 * 4
+                scores = 4 * self.how.heads * max(self.how.lse_lengths) ** 2 * 4
         return 4 * inputs + scores
+
+    def _refusal(self, call: Call) -> str | None:
+        return self.backend.refusal(host(*call.where), call)
 
     def _ways(self, dtype: torch.dtype, D: int) -> list[str]:
         return [
@@ -80,13 +162,13 @@ class Bench:
         ]
 
     def _lengths(self, way: str) -> Sequence[int]:
-        return self.lse_lengths if way == DENSE_LSE else self.lengths
+        return self.how.lse_lengths if way == DENSE_LSE else self.how.lengths
 
     def _inputs(self, dtype: torch.dtype, D: int, L: int) -> list[Tensor]:
         own = torch.Generator().manual_seed(0)  # leaves the caller's random state alone
-        shape = (1, self.heads, L, D)
+        shape = (1, self.how.heads, L, D)
         drawn = [torch.randn(shape, generator=own, device="cpu") for _ in range(3)]
-        return [x.to(dtype).to(self.device) for x in drawn]
+        return [x.to(dtype).to(self.how.device) for x in drawn]
 
 
 @dataclass
@@ -121,13 +203,29 @@ class Trial:
 
     @property
     def call(self) -> Call:
-        q, k, v = self.inputs
-        return check_call(q, k, v, recipe=_recipe(self.way))
+        query = self.inputs[0]
+        B, H, L, D = query.shape
+        device = query.device
+        return Call(
+            B=B,
+            Hq=H,
+            Hk=H,
+            Lq=L,
+            Lk=L,
+            D=D,
+            Dv=D,
+            dtype=query.dtype,
+            device=device.type,
+            index=device.index or 0,
+            scale=D**-0.5,
+            recipe=_recipe(self.way),
+        )
 
-    def take_turn(self, proceed: Callable[[], None]) -> float:
+    def take_turn(self, proceed: Proceed) -> float:
         proceed()
         q, k, v = self.inputs
-        call, timed, stages = self.call, self.bench.timed, self.bench.stages
+        call, how, stages = self.call, self.bench.how, self.bench.backend.stages()
+        timed = how.timer or timer(how.device)
         tokens = TokenMask(call.Lq, call.Lk)
         if self.way in (DENSE_WAY, DENSE_LSE):
             lse = self.way == DENSE_LSE
@@ -153,24 +251,7 @@ class Trial:
         self.attends.clear()
 
 
-def crossover_of(
-    trials: Trials, *, key: Mapping[str, str], start: float, busy: float = 0.0
-) -> Crossover:
-    """What the trials tell. start: when measuring began, by `time.perf_counter()`."""
-    return Crossover(
-        {name: _fit(of_lengths) for name, of_lengths in trials.items()},
-        key=key,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        took=time.perf_counter() - start,
-        noise=statistics.median(
-            statistics.median(trial.attends) / trial.attend for trial in each(trials)
-        ),
-        busy=busy,
-        measured=True,
-    )
-
-
-def each(trials: Trials) -> Iterable[Trial]:
+def flat(trials: Trials) -> Iterable[Trial]:
     return [trial for of_lengths in trials.values() for trial in of_lengths]
 
 
@@ -192,3 +273,69 @@ def _fit(trials: Sequence[Trial]) -> UnitCosts:
     rest = short.prepare + short.attend - token * short.tokens
     rest -= (sampled + element * short.kept) * short.pairs
     return UnitCosts(call=max(rest, 0.0), token=token, element=element)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """A thread of its own begins with the first device, where it would take memory for nothing."""
+    if device.type in HOST:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.get_device_module(device).device(device.index)
+    return context
+
+
+def check_memory(needed: int, free: int | None, most: float) -> None:
+    """Refuse to measure where a model fills the card. free: None where torch does not tell."""
+    if free is not None and needed > most * free:
+        raise MemoryError(
+            f"measuring needs {needed / 2**30:.2f} GB of the card's memory and may take {most:.0%} "
+            f"of the {free / 2**30:.2f} GB that are free; run `sparge doctor --calibrate` before a "
+            "model is loaded"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that is free on a device, what torch holds in reserve included; None if not told."""
+    module: Any = torch.get_device_module(device)
+    tell = getattr(module, "mem_get_info", None)
+    if tell is None:
+        return None
+    free, _ = tell(device.index)
+    return int(free + module.memory_reserved(device.index) - module.memory_allocated(device.index))
+
+
+class _StoppedError(Exception):
+    """The caller was interrupted; the measurement ends at its next turn."""
+
+
+def measure_apart(measure: Callable[[Proceed], Crossover]) -> Crossover:
+    """`measure(proceed)` in a thread of its own, where no mode, autocast or record of the caller's
+    applies. If the caller is interrupted, the thread is stopped and waited for: one that is left
+    running native code at the end of the process would abort it."""
+    found: list[Crossover] = []
+    failed: list[Exception] = []
+    stop, ended = threading.Event(), threading.Event()
+
+    def proceed() -> None:
+        if stop.is_set():
+            raise _StoppedError
+
+    def work() -> None:
+        try:
+            found.append(measure(proceed))
+        except Exception as error:
+            failed.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=work, name="sparge-calibrate")
+    try:
+        thread.start()
+        thread.join()
+    except BaseException:
+        stop.set()
+        if thread.ident is not None:  # it runs, even if start() was interrupted
+            ended.wait()
+        raise
+    if failed:
+        raise failed[0]
+    return found[0]

@@ -9,7 +9,7 @@ from ...values.call import Call
 from ...values.host import Host
 from ...values.stages import KeySums, PackedStages, Stages
 from . import library
-from .cost import COST
+from .rates import RATES
 
 # Read once: a graph being traced then sees constants.
 MISSING, ISAS = library.why_missing(), library.available()
@@ -48,9 +48,10 @@ CPU_BACKEND = Backend(
     "native core for the processor, with the best instruction set it has",
     _stages,
     _refusal,
-    COST,
+    RATES,
     isa=lambda host, call: library.chosen_isa(ISAS),
     plain_operands=True,
     key_sums=_key_sums,
     packed=_packed,
+    variables=(library.ENV_ISA,),
 )

@@ -1,4 +1,4 @@
-"""What attention costs on a card that nothing was measured on: a `Crossover` from its properties.
+"""What attention costs on a card that nothing was measured on: unit costs from its properties.
 
     dense:  2 · D products of a pair / (matrix throughput · dense_share)
     ours:   (products at 8 bits, 16 bits or fp32 + instructions of the loop) / our_share,
@@ -26,19 +26,10 @@ from typing import Any
 
 import torch
 
-from ...routing.crossover import (
-    DENSE_LSE,
-    DENSE_WAY,
-    DTYPES,
-    HEAD_DIMS,
-    Crossover,
-    UnitCosts,
-    name_of,
-)
+from ...values.backend import DENSE_LSE, DENSE_WAY, DTYPES, HEAD_DIMS, UnitCosts, name_of
 from ...values.recipe import PRECISIONS
 from .packages import numbers_of
 
-WORDS = "roofline estimate, nothing was measured on this card"
 OUR_CALL, DENSE_CALL = 3e-4, 1e-5
 """Seconds: about eight launches through Python, and one from C++."""
 BANDWIDTH_SHARE = 0.4
@@ -85,7 +76,7 @@ def _architecture(facts: Any) -> str:
     return str(getattr(facts, "architecture", ""))
 
 
-def roofline(card: Card, triton: str = "") -> Crossover | str:
+def roofline(card: Card, triton: str = "") -> dict[str, UnitCosts] | str:
     """The estimate for a card, or why there is none. triton: the version that compiles for it."""
     rates = rates_of(card.name, card.architecture, triton)
     if rates is None:
@@ -101,7 +92,7 @@ def roofline(card: Card, triton: str = "") -> Crossover | str:
             for way in PRECISIONS:
                 instructions = instructions_of(card.architecture, way, D, legacy=legacy)
                 costs[name_of(name, D, way)] = _our_costs(card, rates, dtype, D, way, instructions)
-    return Crossover(costs, estimated_by=WORDS)
+    return costs
 
 
 def _dense_costs(card: Card, rates: Throughput, dtype: torch.dtype, D: int, way: str) -> UnitCosts:
