@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..routing import Choice, current_router, get_backend
+from ..routing import current_router, get_backend
+from ..routing.choice import Chosen
+from ..routing.router import Cuts
 from ..values.backend import DENSE
 from ..values.call import Call, Inputs, work_dtype
 from ..values.recipe import Recipe
@@ -18,10 +20,6 @@ from ..values.stages import AttendedPack, PackedStages, SomeOf
 from .counted import count_blocks
 from .execute import run_attention, run_dense, run_of_counted, tokens_of, undisturbed
 from .stopwatch import Stopwatch
-
-Cuts = tuple[list[int], list[int]]
-"""Where packed sequences begin and end: of the queries, and of the keys."""
-Chosen = tuple[Call, Choice]
 
 
 def run_varlen(

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,20 +52,6 @@ Proceed = Callable[[], None]
 """Called before each turn; may raise."""
 Trials = dict[str, list["Trial"]]
 """By name of the cost; one for each length."""
-
-
-class Measure(Protocol):
-    """What `measure` is called by."""
-
-    def __call__(
-        self,
-        backend: Backend,
-        place: Place,
-        *,
-        wanted: Collection[str] | None = None,
-        in_call: bool = False,
-        proceed: Proceed = ...,
-    ) -> Crossover: ...
 
 
 def measure(

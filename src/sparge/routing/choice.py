@@ -62,6 +62,9 @@ class Choice:
         return "\n".join([f"{self.backend}: {self.reason}", *others])
 
 
+Chosen = tuple[Call, Choice]
+
+
 @dataclass(frozen=True)
 class Environment:
     """What surrounds a call. backend, calibrate: values of `SPARGE_BACKEND` and `SPARGE_CALIBRATE`;
@@ -252,9 +255,6 @@ def choose_by_plan(choice: Choice, estimate: Estimate) -> Choice:
         routed_to_dense=True,
         estimate=estimate,
     )
-
-
-Chosen = tuple[Call, Choice]
 
 
 def choose_dense_pack(

@@ -77,10 +77,13 @@ class Crossover:
         """Whether the machine was quiet enough for the numbers to be kept for good."""
         return self.disturbance <= 1.0
 
-    def is_older_than(self, age: timedelta) -> bool:
-        """Whether it was measured longer ago; a date that cannot be read is."""
+    def is_outdated(self, retry_after: timedelta | None) -> bool:
+        """Whether it was measured on a busy machine, longer ago than this; a date that cannot be
+        read is."""
+        if self.steady or retry_after is None:
+            return False
         try:
-            return datetime.now(timezone.utc) - datetime.fromisoformat(self.date) > age
+            return datetime.now(timezone.utc) - datetime.fromisoformat(self.date) > retry_after
         except (ValueError, TypeError):
             return True
 

@@ -31,7 +31,7 @@ from ..values.geometry import diagonal_offset
 from ..values.host import host
 from ..values.recipe import KeepAll
 from . import cost_file
-from .calibration import Measure, measure, measure_apart
+from .calibration import measure, measure_apart
 from .choice import (
     ENV_CALIBRATE,
     Choice,
@@ -56,6 +56,8 @@ OURS = (TRITON_BACKEND, CPU_BACKEND, REFERENCE)
 MOST_ANSWERS = 1024
 LOGGER = logging.getLogger("sparge")
 T = TypeVar("T")
+Cuts = tuple[list[int], list[int]]
+"""Where packed sequences begin and end: of the queries, and of the keys."""
 
 
 @dataclass
@@ -74,14 +76,14 @@ class _Known:
 
 class Router:
     """backends: fastest first. costs: numbers by name of a backend, used at every place instead of
-    those in the cost file. measure: measures a backend."""
+    those in the cost file. measure: what measures a backend, as `calibration.measure` does."""
 
     def __init__(
         self,
         backends: Iterable[Backend] = OURS,
         *,
         costs: Mapping[str, Crossover] | None = None,
-        measure: Measure = measure,
+        measure: Callable[..., Crossover] = measure,
     ) -> None:
         self._backends = {backend.name: backend for backend in backends}
         self._costs = dict(costs or {})
@@ -157,7 +159,8 @@ class Router:
         )
         if choice.backend == DENSE:
             for name, found in numbers.items():
-                self._log_dense(call, self._backends[name], found, environment)
+                if self._rates(name).by_kind:
+                    self._log_dense(call, self._backends[name], found, environment)
         return choice
 
     def answer(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -213,17 +216,13 @@ class Router:
         ours = self._crossover(chosen, call).predict_sparse(call, density)
         return ours + more < CLEARLY * seconds
 
-    def choose_pack(
-        self, call: Call, cuts: tuple[list[int], list[int]], backend: str, align: str
-    ) -> list[Chosen]:
+    def choose_pack(self, call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
         """What each packed sequence gets, by its own lengths; once for all of the same lengths, and
         once for packs of the same cuts: the layers of a model ask one after another."""
         key = (call, *map(tuple, cuts), backend, align)
         return self.answer(key, lambda: self._choose_pack(call, cuts, backend, align))
 
-    def _choose_pack(
-        self, call: Call, cuts: tuple[list[int], list[int]], backend: str, align: str
-    ) -> list[Chosen]:
+    def _choose_pack(self, call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
         lengths = list(zip(*([b - a for a, b in pairwise(ends)] for ends in cuts), strict=True))
         known: dict[tuple[int, ...], Chosen] = {}
         for Lq, Lk in dict.fromkeys(lengths):
@@ -288,9 +287,7 @@ class Router:
         changed = [self._calibrate(backend, call) for backend in able]
         return self.choose(call) if any(changed) else choice
 
-    def calibrate_pack(
-        self, call: Call, cuts: tuple[list[int], list[int]], backend: str, align: str
-    ) -> list[Chosen]:
+    def calibrate_pack(self, call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
         """`choose_pack`, made again if a calibration gives other numbers."""
         chosen = self.choose_pack(call, cuts, backend, align)
         one = next((x for x in chosen if x[1].provisional), None)
@@ -317,7 +314,9 @@ class Router:
             known.tried.add((process, wanted))
             run = partial(self._measure, backend, place, wanted=wanted, in_call=True)
             found = measure_apart(lambda proceed: run(proceed=proceed))
-            if not (numbers.measured and _is_worse(found, numbers.costs)):
+            current = known.measured if numbers.measured else None
+            # A measurement that was disturbed more than the current one is not worth keeping.
+            if current is None or found.steady or found.disturbance <= current.disturbance:
                 found = replace(found, key=_whole_key(rates, place))
                 self.adopt(found, backend.name, *call.where)
         except Exception as error:
@@ -353,19 +352,15 @@ class Router:
         """What is known of the speed of a backend for a call."""
         rates = self._rates(backend.name)
         known = self._known_at(backend, *call.where)
-        measured = known.measured
-        costs = known.estimate if measured is None or not measured.knows(call) else measured
-        retry = rates.retry_after
+        costs = known.estimate
+        if known.measured is not None and known.measured.knows(call):
+            costs = known.measured
         return Numbers(
             costs,
             known.estimate,
             density=None if rates.on_host else self._densities.learnt(call),
             failure=known.failure,
-            outdated=costs is measured
-            and measured is not None
-            and not measured.steady
-            and retry is not None
-            and measured.is_older_than(retry),
+            outdated=isinstance(costs, Crossover) and costs.is_outdated(rates.retry_after),
             tried=(os.getpid(), _wanted(rates, call)) in known.tried,
         )
 
@@ -405,8 +400,7 @@ class Router:
         estimate = compare_with_dense(call, backend, numbers, environment)
         kind = estimate.source or "no numbers"
         if (
-            not self._rates(backend.name).by_kind
-            or estimate.provisional
+            estimate.provisional
             or known.measuring
             or isinstance(call.recipe.keep, KeepAll)
             or not is_long(call, numbers.costs)
@@ -446,12 +440,6 @@ def _whole_key(rates: Rates, place: Place) -> dict[str, str]:
 def _wanted(rates: Rates, call: Call) -> tuple[str, ...] | None:
     """Names of the costs that a call measures; None is all of them."""
     return costs_of(call) if rates.by_kind else None
-
-
-def _is_worse(found: Crossover, current: Crossover | str) -> bool:
-    """Whether a measurement was disturbed, and more than the current one."""
-    assert isinstance(current, Crossover)
-    return not found.steady and found.disturbance > current.disturbance
 
 
 _current = Router()
