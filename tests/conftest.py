@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,13 +16,18 @@ import torch
 
 import sparge
 from accelerators import gpu_backend
-from calls import SLOW, a_call, fake
+from calls import FIXED, SLOW, a_call, fake
 from interpreted import INTERPRETED, runs_interpreted
 from sparge.backends.cpu import library as native
-from sparge.backends.cpu.cost import COST
-from sparge.backends.cpu.crossover import BUILT_IN
 from sparge.backends.reference import stages as reference_stages
-from sparge.routing import Backend, backends, get_backend, register_backend, unregister_backend
+from sparge.routing import (
+    Backend,
+    Router,
+    backends,
+    get_backend,
+    register_backend,
+    use_router,
+)
 from sparge.values.host import Host
 
 if INTERPRETED:
@@ -49,8 +53,6 @@ with contextlib.suppress(ImportError):
 STAGED = ["reference", "cpu"]
 if importlib.util.find_spec("triton") and importlib.util.find_spec("sparge.backends.triton.stages"):
     STAGED.append("triton")
-
-FIXED = replace(BUILT_IN, measured=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -100,12 +102,21 @@ def fixed_crossover(request, monkeypatch, tmp_path):
     monkeypatch.delenv(native.ENV_ISA, raising=False)
     if name == "cpu" and isa:
         monkeypatch.setenv(native.ENV_ISA, isa)
-    monkeypatch.setattr(COST, "crossover", lambda: FIXED)
-    monkeypatch.setattr(COST, "_crossovers", {})
-    monkeypatch.setattr(COST, "_failures", {})
-    monkeypatch.setattr(COST, "_measuring", {})
-    monkeypatch.setattr("sparge.routing.call_cache._known", {})
-    monkeypatch.setattr("sparge.routing.call_cache._known_packs", {})
+    with use_router(Router(backends(), costs={"cpu": FIXED})):
+        yield
+
+
+@pytest.fixture
+def new_router(fixed_crossover):
+    """Makes a router that is used for the rest of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(of=None, costs=None, **options):
+            fixed = {"cpu": FIXED} if costs is None else costs
+            made = Router(backends() if of is None else of, costs=fixed, **options)
+            return stack.enter_context(use_router(made))
+
+        yield make
 
 
 @pytest.fixture(autouse=True)
@@ -143,18 +154,12 @@ def no_work(monkeypatch):
 
 @pytest.fixture
 def register():
-    """Registers backends for one test."""
-    made = []
+    """Registers backends for one test: with its own router."""
 
     def register(*args, **kwargs):
         sparge.register_backend(fake(*args, **kwargs))
-        made.append(backends()[0].name)
 
-    before = backends()
-    yield register
-    for name in made:
-        unregister_backend(name)
-    assert backends() == before
+    return register
 
 
 @pytest.fixture
@@ -166,21 +171,16 @@ def piped(monkeypatch):
 @pytest.fixture
 def add_backend():
     """Register a backend for one test: the reference but for what is given."""
-    names = []
 
     def add(name, *, refusal=None, cost=SLOW, **stages):
         module = SimpleNamespace(**{**vars(reference_stages), **stages})
         register_backend(Backend(name, "of a test", lambda: module, lambda h, c: refusal, cost))
-        names.append(name)
 
-    yield add
-    for name in names:
-        unregister_backend(name)
+    return add
 
 
 @pytest.fixture
 def gpu():
     """The name of a backend that reads nothing back (accelerators.py)."""
     register_backend(gpu_backend())
-    yield "gpu"
-    unregister_backend("gpu")
+    return "gpu"

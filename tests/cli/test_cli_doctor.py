@@ -10,15 +10,12 @@ import pytest
 import torch
 
 import sparge
+from calls import BUILT_IN
 from cli_runs import EXPLAIN, WHY, attend_wrongly, complaint, run_json, run_text
 from gpus import pretend, properties
 from sparge import Recipe
-from sparge.backends.cpu.crossover import BUILT_IN
-from sparge.backends.triton import calibrate
-from sparge.backends.triton.cost import key_of
 from sparge.backends.triton.first_launch import Machine
 from sparge.backends.triton.packages import Installation
-from sparge.backends.triton.roofline import card_of
 from sparge.cli import machine
 from sparge.routing import backends
 
@@ -186,13 +183,12 @@ def test_doctor_on_a_card_that_is_not_known(doctor, monkeypatch):
     assert "launch none: sm_70 is too old" in text
 
 
-def test_doctor_calibrates_a_card(doctor, monkeypatch):
+def test_doctor_calibrates_a_card(doctor, monkeypatch, new_router):
     pretend(monkeypatch, properties())
     nothing = {"state": "none", "why": ""}
     monkeypatch.setattr("sparge.cli.crossover_status.calibrate", lambda: nothing)
-    key = key_of(card_of("cuda"))
-    made = replace(BUILT_IN, key=key, date="2026-01-01", took=90.0, noise=1.8, measured=True)
-    monkeypatch.setattr(calibrate, "measure", lambda backend, kind, index: made)
+    made = replace(BUILT_IN, date="2026-01-01", took=90.0, noise=1.8, measured=True)
+    new_router(measure=lambda backend, place: made)
     (card,) = doctor("--calibrate")[0]["cards"]
     assert (card["cost"]["source"], card["cost"]["state"]) == ("measured", "measured now")
     found, text = doctor()
@@ -200,18 +196,18 @@ def test_doctor_calibrates_a_card(doctor, monkeypatch):
     for words in ("measured before, 2026-01-01, in 90.0 s", "not steady", card["cost"]["file"]):
         assert words in text
 
-    def fail(backend, kind, index):
+    def fail(backend, place):
         raise MemoryError("none left")
 
-    monkeypatch.setattr(calibrate, "measure", fail)
+    new_router(measure=fail)
     failed = doctor("--calibrate")[0]["cards"][0]["cost"]
     assert (failed["failure"], failed["source"]) == ("MemoryError: none left", "measured")
 
 
-def test_a_card_can_be_calibrated_without_a_native_core(doctor, monkeypatch):
+def test_a_card_can_be_calibrated_without_a_native_core(doctor, monkeypatch, new_router):
     pretend(monkeypatch, properties())
     monkeypatch.setattr("sparge.backends.cpu.library.why_missing", lambda: "it was not built")
-    monkeypatch.setattr(calibrate, "measure", lambda backend, kind, index: 1 / 0)
+    new_router(measure=lambda backend, place: 1 / 0)
     assert "division" in doctor("--calibrate")[0]["cards"][0]["cost"]["failure"]
 
 

@@ -8,20 +8,20 @@ import torch
 import sparge
 from calls import EXACT, tensors
 from sparge import KeepAll, Recipe
-from sparge.routing import call_cache as memo
+from sparge.routing import current_router
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(memo, "_known", {})
+def answers():
+    """How many calls are remembered."""
+    return len(current_router().answers)
 
 
 def test_a_call_is_checked_once(monkeypatch):
     q, k, v = tensors()
     first = sparge.attention(q, k, v)
-    assert len(memo._known) == 1
+    assert answers() == 1
     monkeypatch.setattr(
-        "sparge.api.attention.check_call", lambda *a, **k: pytest.fail("checked again")
+        "sparge.engine.call_cache.check_call", lambda *a, **k: pytest.fail("checked again")
     )
     assert torch.equal(sparge.attention(q.clone(), k, v), first)
 
@@ -45,7 +45,7 @@ def test_every_argument_tells_calls_apart(change):
     sparge.attention(q, k, v)
     with sparge.record() as runs:
         sparge.attention(q, k, v, **change)
-    assert len(memo._known) == 2
+    assert answers() == 2
     assert runs[0].backend == change.get("backend", "dense")
 
 
@@ -64,7 +64,7 @@ def test_shapes_dtypes_and_gradients_tell_calls_apart():
     sparge.attention(q, k, v)
     sparge.attention(q[:, :, :7], k, v)
     sparge.attention(q.half(), k.half(), v.half())
-    assert len(memo._known) == 3
+    assert answers() == 3
     with pytest.raises(ValueError, match="requires grad"):
         sparge.attention(q.requires_grad_(), k, v)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_masks_are_remembered_by_their_shape_and_dtype():
     first = sparge.attention(q, k, v, attn_mask=mask)
     mask[:, 10:] = False
     assert not torch.equal(sparge.attention(q, k, v, attn_mask=mask), first)
-    assert len(memo._known) == 1
+    assert answers() == 1
     with pytest.raises(ValueError, match="broadcast"):
         sparge.attention(q, k, v, attn_mask=mask[:, :-1])
     with pytest.raises(TypeError, match="int32"):
@@ -115,8 +115,8 @@ def test_nobody_can_change_what_is_remembered():
 
 
 def test_it_does_not_grow_without_end(monkeypatch):
-    monkeypatch.setattr(memo, "_MOST", 5)
+    monkeypatch.setattr("sparge.routing.router.MOST_ANSWERS", 5)
     q, k, v = tensors()
     for n in range(1, 20):
         sparge.attention(q[:, :, :n], k, v)
-    assert 0 < len(memo._known) <= 5
+    assert 0 < answers() <= 5

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import sparge
-from calls import EXACT, HALF, block_mask, only, tensors
+from calls import EXACT, HALF, block_mask, fake, only, tensors
 from sparge import Recipe, Unsupported
 from sparge.routing import backends, choose, host, unregister_backend
 from sparge.values.backend import Estimate, FixedCost
@@ -198,7 +198,7 @@ def test_a_backend_that_is_slower_here_is_passed_over(add_backend):
     short = "dense attention is faster under 1000 keys"
 
     class Long(FixedCost):
-        def before(self, call):
+        def estimate(self, call):
             return Estimate(call.Lk >= 1000, short)
 
     add_backend("long", cost=Long(True, ""))
@@ -239,13 +239,11 @@ def test_backends_are_asked_about_the_call_as_it_is(register):
     assert (call.n_q, call.n_k) == (2, 4)
 
 
-def test_nothing_can_serve_a_call(register, monkeypatch):
-    register("picky", refusal=lambda h, c: "it is a Tuesday")
+def test_nothing_can_serve_a_call(new_router):
+    new_router([fake("picky", refusal=lambda h, c: "it is a Tuesday")])
     q, k, v = tensors()
-    with monkeypatch.context() as patch:
-        patch.setattr("sparge.routing.registry._backends", {"picky": backends()[0]})
-        with pytest.raises(Unsupported, match="no backend can serve") as caught:
-            sparge.attention(q, k, v, block_mask=block_mask())
+    with pytest.raises(Unsupported, match="no backend can serve") as caught:
+        sparge.attention(q, k, v, block_mask=block_mask())
     assert set(caught.value.reasons) == {"picky", "dense"}
     assert "[1, 2, 140x200, 16] float32 on cpu" in str(caught.value)
     assert isinstance(caught.value, RuntimeError)

@@ -16,17 +16,15 @@ import pytest
 import torch
 
 import sparge
-from calls import only, tensors
+from calls import BUILT_IN, only, tensors
 from cli_runs import complaint, run_json, run_text
 from sparge import KeepFraction, Recipe
-from sparge.backends.cpu import calibrate
+from sparge.backends.cpu import CPU_BACKEND
 from sparge.backends.cpu import library as native
-from sparge.backends.cpu.cost import COST, CpuCost
-from sparge.backends.cpu.cost_key import key_of
-from sparge.backends.cpu.crossover import BUILT_IN
+from sparge.routing import backends, current_router
 from sparge.routing import cost_file as cache
-from sparge.routing.crossover import names
 from sparge.support.cache_directory import cache_directory
+from sparge.values.backend import cost_names
 
 KEY = {"cpu": "Fast", "isa": "avx2", "threads": "1"}
 MEASURED = replace(BUILT_IN, key=KEY, date="2026-01-01", took=1.5, noise=1.1, measured=True)
@@ -37,19 +35,30 @@ RECIPE = Recipe(KeepFraction(0.5))
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def quick(new_router):
     """Measure in earnest, with the fewest turns."""
-    monkeypatch.setattr(calibrate, "LENGTHS", (128, 256))
-    monkeypatch.setattr(calibrate, "BUDGET", 0.0)
-    monkeypatch.setattr(calibrate, "FEWEST_ROUNDS", 1)
-    monkeypatch.setattr(calibrate, "LIMIT", 60.0)
+
+    def quick(limit=60.0):
+        def how(place):
+            sizes = {"lengths": (128, 256), "seconds": 0.0, "fewest_rounds": 1, "limit": limit}
+            return replace(CPU_BACKEND.cost.measuring(place), **sizes)
+
+        backend = replace(CPU_BACKEND, cost=replace(CPU_BACKEND.cost, measuring=how))
+        new_router([backend if b.name == "cpu" else b for b in backends()])
+
+    quick()
+    return quick
+
+
+def measure():
+    return current_router().measure("cpu", "cpu")
 
 
 def test_measuring_gives_a_whole_model(quick):
     state = torch.get_rng_state()
-    found = calibrate.measure()
+    found = measure()
     assert torch.equal(torch.get_rng_state(), state)
-    assert list(found.costs) == names()
+    assert list(found.costs) == cost_names()
     assert all(cost.element > 0 and cost.call >= 0 for cost in found.costs.values())
     assert found.measured
     assert found.noise >= 1
@@ -62,29 +71,32 @@ def test_measuring_gives_a_whole_model(quick):
 def test_processor_time_tells_how_busy_the_machine_was(quick, monkeypatch, share, steady):
     """The spread of the turns does not: a program that runs all the time slows all of them."""
     monkeypatch.setattr(time, "process_time", lambda: time.perf_counter() * share)
-    found = calibrate.measure()
+    found = measure()
     assert found.busy == pytest.approx(1 - share, abs=0.01)
     assert found.noise > 1.5 or found.steady == steady
 
 
-def test_a_machine_that_is_too_busy_says_so(quick, monkeypatch):
-    monkeypatch.setattr(calibrate, "LIMIT", 0.0)
+def test_a_machine_that_is_too_busy_says_so(quick):
+    quick(limit=0.0)
     with pytest.raises(RuntimeError, match="other programs use these cores"):
-        calibrate.measure()
+        measure()
+
+
+class Seen(list):
+    """Threads that measured. measure: what measures, in place of the real thing."""
 
 
 @pytest.fixture
-def unmeasured(monkeypatch):
+def unmeasured(new_router):
     """As on a machine that sparge is new to; `measure` counts and gives MEASURED."""
-    monkeypatch.setattr(COST, "crossover", CpuCost.crossover.__get__(COST))
-    seen = []
+    seen = Seen()
 
     def measure(proceed):
         seen.append(threading.current_thread())
-        key = {"isa": native.available()[0], "threads": str(torch.get_num_threads())}
-        return replace(MEASURED, key=key)
+        return MEASURED
 
-    monkeypatch.setattr(calibrate, "measure", measure)
+    seen.measure = measure
+    new_router(costs={}, measure=lambda backend, place, *, proceed, **rest: seen.measure(proceed))
     return seen
 
 
@@ -118,7 +130,7 @@ def test_measuring_that_fails_is_tried_once_and_fails_no_call(unmeasured, monkey
         tries.append(1)
         raise MemoryError("none left")
 
-    monkeypatch.setattr(calibrate, "measure", fail)
+    unmeasured.measure = fail
     for _ in range(3):
         assert "built-in estimate" in a_run().reason
     assert tries == [1]
@@ -133,14 +145,14 @@ def test_a_measurement_that_cannot_be_kept_holds_in_memory(unmeasured, monkeypat
 
 
 def test_threads_that_come_while_it_is_measured_do_not_wait(unmeasured, monkeypatch):
-    begun, go_on, measure = threading.Event(), threading.Event(), calibrate.measure
+    begun, go_on, measure = threading.Event(), threading.Event(), unmeasured.measure
 
     def slowly(proceed):
         begun.set()
         assert go_on.wait(30)
         return measure(proceed)
 
-    monkeypatch.setattr(calibrate, "measure", slowly)
+    unmeasured.measure = slowly
     first = threading.Thread(target=a_run)
     first.start()
     assert begun.wait(30)
@@ -183,7 +195,7 @@ def test_a_failure_is_kept_and_shown(unmeasured, monkeypatch, capsys):
     def fail(proceed):
         raise MemoryError("none left")
 
-    monkeypatch.setattr(calibrate, "measure", fail)
+    unmeasured.measure = fail
     monkeypatch.setattr("sparge.cli.doctor_command.check_backends", lambda device: [])
     run = a_run()
     assert run.cost_source == "estimate"
@@ -194,7 +206,7 @@ def test_a_failure_is_kept_and_shown(unmeasured, monkeypatch, capsys):
 
 def test_an_interrupted_calibration_ends_its_thread_and_is_tried_again(unmeasured, monkeypatch):
     """Ctrl-C: the thread was left running native code, and nothing was measured afterwards."""
-    measure, ended = calibrate.measure, threading.Event()
+    measure, ended = unmeasured.measure, threading.Event()
     # A process that a shell started in the background ignores SIGINT, and so do its children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -207,7 +219,7 @@ def test_an_interrupted_calibration_ends_its_thread_and_is_tried_again(unmeasure
         finally:
             ended.set()
 
-    monkeypatch.setattr(calibrate, "measure", interrupted)
+    unmeasured.measure = interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
             a_run()
@@ -216,7 +228,7 @@ def test_an_interrupted_calibration_ends_its_thread_and_is_tried_again(unmeasure
     assert ended.is_set()
     assert "sparge-calibrate" not in {thread.name for thread in threading.enumerate()}
     assert not cache_directory().exists()
-    monkeypatch.setattr(calibrate, "measure", measure)
+    unmeasured.measure = measure
     assert a_run().cost_source == "measured"
 
 
@@ -263,7 +275,7 @@ def test_ctrl_c_in_a_real_calibration_ends_the_process_as_python_does(tmp_path):
 def test_a_measurement_of_a_busy_machine_is_repeated_later(unmeasured, facts, hours, again):
     """In another process: this one has read what an earlier one wrote."""
     date = (datetime.now(timezone.utc) - timedelta(hours=hours)).isoformat()
-    key = key_of(native.available()[0], torch.get_num_threads())
+    key = current_router().key("cpu", "cpu")
     earlier = replace(MEASURED, key=key, **{"date": date, **facts})
     assert cache.write(earlier) == ""
     run = a_run()
@@ -286,7 +298,7 @@ def test_doctor_calibrates(quick, capsys, monkeypatch):
     found = run_json(["doctor", "--calibrate"], capsys)["crossover"]
     assert found["state"] == "measured now"
     assert Path(found["file"]).exists()
-    assert list(found["costs"]) == names()
+    assert list(found["costs"]) == cost_names()
     assert len(found["rows"]) == 6
     after = run_json(["doctor"], capsys)
     assert after["crossover"] == {**found, "state": "measured before"}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from calls import BUILT_IN
 from sparge import KeepFraction, Recipe
-from sparge.backends.cpu.crossover import BUILT_IN
 from sparge.routing import cost_file as cache
 from sparge.support.cache_directory import cache_directory
 

@@ -8,22 +8,18 @@ import pytest
 import torch
 
 import sparge
-from calls import a_call, only, tensors
+from calls import BUILT_IN, a_call, only, tensors
 from sparge import KeepAll, KeepFraction, KeepMass, Recipe
-from sparge.backends.cpu.cost import COST, FEWEST_PAIRS
-from sparge.backends.cpu.crossover import BUILT_IN
-from sparge.routing import choose
+from sparge.backends.cpu.rates import FEWEST_PAIRS
+from sparge.routing import choose, get_backend
 from sparge.routing.crossover import (
     CLEARLY,
-    DENSE_LSE,
-    DENSE_WAY,
     Crossover,
-    UnitCosts,
     allowed_pairs,
     block_pairs,
-    expected_density,
-    names,
 )
+from sparge.routing.crossover import expected_density as density_of_rows
+from sparge.values.backend import DENSE_LSE, DENSE_WAY, UnitCosts, cost_names
 from sparge.values.geometry import diagonal_offset
 from sparge.values.tokenmask import EXCLUDED, TokenMask
 
@@ -33,19 +29,18 @@ def model(ours=1e-9, dense=1e-9, lse=7e-9, token=0.0, call=0.0, measured=True):
     costs = {DENSE_WAY: UnitCosts(0.0, 0.0, dense), DENSE_LSE: UnitCosts(0.0, 0.0, lse)}
     our_cost = UnitCosts(call, token, ours)
     return Crossover(
-        {name: costs.get(name.split("/")[2], our_cost) for name in names()}, measured=measured
+        {name: costs.get(name.split("/")[2], our_cost) for name in cost_names()}, measured=measured
     )
 
 
 @pytest.fixture
-def use(monkeypatch):
+def use(new_router):
     """Route by a model from now on."""
+    return lambda crossover: new_router(costs={"cpu": crossover})
 
-    def use(crossover):
-        monkeypatch.setattr(COST, "crossover", lambda: crossover)
-        monkeypatch.setattr("sparge.routing.call_cache._known", {})
 
-    return use
+def expected_density(call):
+    return density_of_rows(call, get_backend("cpu").cost.unseen_density)
 
 
 @pytest.fixture

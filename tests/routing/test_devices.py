@@ -14,7 +14,7 @@ from gpus import pretend, properties
 from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe
 from sparge.backends.cpu import library
 from sparge.backends.triton.architectures import architecture_of
-from sparge.routing import choose, get_backend
+from sparge.routing import choose, current_router, get_backend
 from sparge.values.backend import Estimate, FixedCost
 from sparge.values.host import host
 from sparge.values.stages import Attended, PreparedKeys, PreparedQueries
@@ -130,14 +130,14 @@ def test_a_pack_of_triton_is_recorded_without_a_read(monkeypatch):
 
 
 def test_a_device_that_is_not_the_host_is_chosen_without_the_native_core(add_backend, monkeypatch):
-    """`settle` asked for an instruction set where there is none: IndexError."""
+    """Calibrating asked for an instruction set where there is none: IndexError."""
     monkeypatch.setattr("sparge.backends.cpu.MISSING", "it was not built")
     monkeypatch.setattr("sparge.backends.cpu.ISAS", ())
     monkeypatch.setattr(library, "available", lambda: ())
 
     class Provisional(FixedCost):
-        def before(self, call):
-            return Estimate(True, "by built-in numbers", "estimate", settled=False)
+        def estimate(self, call):
+            return Estimate(True, "by built-in numbers", "estimate", provisional=True)
 
     add_backend("gpu", cost=Provisional(True, ""))
     q, k, v = tensors()
@@ -168,13 +168,10 @@ def test_counts_of_the_second_filter_are_told_in_the_backends_groups(add_backend
     from sparge.backends.reference import REFERENCE
 
     sparge.register_backend(sparge.Backend("wide", "", REFERENCE.stages, row_group=64))
-    try:
-        q, k, v = tensors(Lq=300)
-        with sparge.record() as runs:
-            sparge.attention(q, k, v, recipe=Recipe(KeepAll()), backend="wide")
-            sparge.attention(q, k, v, recipe=Recipe(KeepAll()), backend="reference")
-    finally:
-        sparge.routing.unregister_backend("wide")
+    q, k, v = tensors(Lq=300)
+    with sparge.record() as runs:
+        sparge.attention(q, k, v, recipe=Recipe(KeepAll()), backend="wide")
+        sparge.attention(q, k, v, recipe=Recipe(KeepAll()), backend="reference")
     wide, narrow = runs
     assert (wide.row_group, narrow.row_group) == (64, 16)
     assert wide.pv_groups == 2 * 4 * (2 + 2 + 1)
@@ -194,7 +191,10 @@ def test_two_different_cards_are_told_apart_by_the_tensors_index(monkeypatch):
     isas = [triton.isa(host(*call.where), call) for call in (ada, ampere)]
     assert isas == ["triton sm_89", "triton sm_80"]
     assert [host(*call.where).device("cuda").name for call in (ada, ampere)] == ["Ada", "Ampere"]
-    costs = [triton.cost.crossover(*call.where).costs["bf16/128/dense"] for call in (ada, ampere)]
+    costs = [
+        current_router().crossover("triton", *call.where).costs["bf16/128/dense"]
+        for call in (ada, ampere)
+    ]
     assert costs[0] != costs[1]
 
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 import gpus
-from gpus import a_4090, an_h100, pretend
+from gpus import a_4090, an_h100, compared, pretend
 from sparge import KeepFraction, KeepMass, Recipe
-from sparge.backends.triton import cost as cost_module
-from sparge.backends.triton.cost import COST
-from sparge.backends.triton.densities import EVERY, MOST_LAYERS, Densities, counts_later
-from sparge.routing import choose, route_by_plan
+from sparge.backends.triton.rates import RATES
+from sparge.routing import Choice, choose, current_router
+from sparge.routing import densities as densities_module
+from sparge.routing.crossover import expected_density
+from sparge.routing.densities import EVERY, MOST_LAYERS, Densities, counts_later
 from sparge.support.accelerator import KNOWN, TorchAccelerator
+from sparge.values.backend import Estimate
 
 
 def gpu_call(L=131072, **facts):
@@ -34,6 +36,20 @@ def h100(monkeypatch):
     pretend(monkeypatch, an_h100())
 
 
+def expected(call):
+    return expected_density(call, RATES.unseen_density)
+
+
+def learn(call, kept, allowed):
+    current_router().learn("triton", call, kept, allowed)
+
+
+def after(call, plan):
+    """As the engine asks once there is a plan."""
+    choice = Choice("triton", "", {}, estimate=Estimate(True, "fast"))
+    assert current_router().choose_after_plan(plan, call, choice) is choice
+
+
 # --- the store --------------------------------------------------------------------------------
 
 
@@ -42,20 +58,20 @@ def h100(monkeypatch):
 )
 def test_an_unseen_layer_is_expected_a_little_above_what_was_measured(L, measured):
     """Measured: the default recipe on SmolLM2 and, at 32k, on synthetic text (docs)."""
-    assert measured < Densities().expected(gpu_call(L)) < measured + 0.13
+    assert measured < expected(gpu_call(L)) < measured + 0.13
 
 
 def test_recipes_that_say_what_they_keep_are_believed():
-    assert Densities().expected(gpu_call(recipe=Recipe(KeepFraction(0.2)))) == pytest.approx(0.2)
-    assert Densities().expected(gpu_call(recipe=Recipe(KeepMass(0.3)))) == pytest.approx(0.3)
+    assert expected(gpu_call(recipe=Recipe(KeepFraction(0.2)))) == pytest.approx(0.2)
+    assert expected(gpu_call(recipe=Recipe(KeepMass(0.3)))) == pytest.approx(0.3)
 
 
 def test_what_a_layer_kept_is_expected_of_it_alone():
     found, call = Densities(), gpu_call(label="layers.3#1")
     assert found.learnt(call) is None
     assert found.learn(call, 30, 120)
-    assert found.expected(call) == 0.25
-    assert found.expected(replace(call, Lq=150000, Lk=150000)) == 0.25, "up to a power of two"
+    assert found.learnt(call) == 0.25
+    assert found.learnt(replace(call, Lq=150000, Lk=150000)) == 0.25, "up to a power of two"
     for other in (
         replace(call, label="layers.4#2"),
         replace(call, Lq=8192, Lk=8192),
@@ -70,10 +86,10 @@ def test_small_changes_change_nothing():
     found.learn(call, 300, 1000)
     for kept in (320, 280, 330, 270, 340):
         assert not found.learn(call, kept, 1000)
-        assert found.expected(call) == 0.3
+        assert found.learnt(call) == 0.3
     changes = [found.learn(call, 600, 1000) for _ in range(12)]
     assert 2 <= sum(changes) <= 6
-    assert found.expected(call) == pytest.approx(0.6, abs=0.06)
+    assert found.learnt(call) == pytest.approx(0.6, abs=0.06)
 
 
 def test_calls_are_looked_at_seldom():
@@ -104,7 +120,7 @@ def test_threads_may_learn_at_once():
         each.start()
     for each in threads:
         each.join()
-    assert [found.expected(call) for call in calls] == [0.25] * 4
+    assert [found.learnt(call) for call in calls] == [0.25] * 4
     assert {layer.calls for layer in found._layers.values()} == {200}
 
 
@@ -114,32 +130,34 @@ def test_threads_may_learn_at_once():
 def test_a_layer_that_keeps_too_much_goes_dense_and_others_stay(h100):
     dense, sparse = gpu_call(label="a#1"), gpu_call(label="b#2")
     assert [choose(call).backend for call in (dense, sparse)] == ["triton", "triton"]
-    before = COST.generation
-    COST.learn(dense, 80, 100)
-    assert COST.generation == before + 1, "cached choices are made again"
+    router = current_router()
+    before = router.answer("a call", lambda: choose(dense))
+    learn(dense, 80, 100)
+    made_again = router.answer("a call", lambda: choose(dense))
+    assert made_again is not before, "cached choices are made again"
     choice = choose(dense)
     assert choice.backend == "dense"
     assert "at density 0.80 (as this layer kept before)" in choice.rejected["triton"]
     assert choose(sparse).backend == "triton"
-    COST.learn(sparse, 10, 100)
-    assert COST.generation == before + 1, "the same choice"
+    learn(sparse, 10, 100)
+    assert router.answer("a call", lambda: choose(dense)) is made_again, "the same choice"
 
 
 def test_a_layer_that_was_expected_to_keep_much_may_turn_out_sparse(monkeypatch):
     pretend(monkeypatch, an_h100())
     call = gpu_call(16384, label="a#1")
     assert choose(call).backend == "dense"
-    COST.learn(call, 15, 100)  # by a run with backend="triton"
+    learn(call, 15, 100)  # by a run with backend="triton"
     assert choose(call).backend == "triton"
 
 
 def test_a_density_that_sways_around_the_limit_does_not_choose_again_and_again(h100):
     call = gpu_call()
-    choose(call)
-    before = COST.generation
+    router, made = current_router(), []
     for n in range(100):
-        COST.learn(call, 40 + 5 * (n % 2), 100)
-    assert COST.generation - before <= 1
+        router.answer("a call", lambda: made.append(choose(call)) or made[-1])
+        learn(call, 40 + 5 * (n % 2), 100)
+    assert len(made) <= 2
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -162,39 +180,39 @@ def card(monkeypatch):
 
         return arrived
 
-    monkeypatch.setattr(cost_module, "counts_later", later)
+    monkeypatch.setattr(densities_module, "counts_later", later)
     return card
 
 
 def test_a_call_does_not_wait_for_what_it_keeps(card):
     call = gpu_call()
     choice = choose(call)
-    assert route_by_plan(ON_CARD, call, choice) is choice
+    assert current_router().choose_after_plan(ON_CARD, call, choice) is choice
     assert (card.looked, card.asked) == (1, 0)
     assert choose(call).backend == "triton", "not yet there"
     card.here = True
-    assert route_by_plan(ON_CARD, call, choice) is choice
+    assert current_router().choose_after_plan(ON_CARD, call, choice) is choice
     assert choose(call).backend == "dense"
 
 
 def test_nothing_is_asked_or_sent_inside_a_capture(card, monkeypatch):
     """Asking for an event would end the capture."""
     call = gpu_call()
-    COST.after(call, ON_CARD)
+    after(call, ON_CARD)
     asked = card.asked
     with monkeypatch.context() as capture:
         capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for _ in range(4):
-            COST.after(call, ON_CARD)
-            COST.before(call)
+            after(call, ON_CARD)
+            compared(call)
     assert (card.looked, card.asked) == (1, asked)
-    COST.after(call, ON_CARD)
+    after(call, ON_CARD)
     assert (card.looked, card.asked) == (2, asked + 1)
 
 
 def test_plans_of_the_processor_are_not_looked_at(card):
     on_host = SimpleNamespace(counts=torch.ones(1, 2, 3))
-    COST.after(gpu_call(), on_host)
+    after(gpu_call(), on_host)
     assert card.looked == 0
 
 
@@ -204,11 +222,11 @@ def test_no_call_fails_because_counts_cannot_be_read(monkeypatch):
     def fail(plan):
         raise RuntimeError("no pinned memory")
 
-    monkeypatch.setattr(cost_module, "counts_later", fail)
-    COST.after(gpu_call(), ON_CARD)
-    monkeypatch.setattr(cost_module, "counts_later", None)
+    monkeypatch.setattr(densities_module, "counts_later", fail)
+    after(gpu_call(), ON_CARD)
+    monkeypatch.setattr(densities_module, "counts_later", None)
     for _ in range(3):
-        COST.after(gpu_call(), ON_CARD)
+        after(gpu_call(), ON_CARD)
     assert choose(gpu_call()).backend == "triton"
 
 

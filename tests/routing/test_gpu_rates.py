@@ -11,11 +11,17 @@ import pytest
 
 from gpus import pretend, properties
 from sparge.backends.triton.architectures import TABLE
-from sparge.backends.triton.instructions import LEGACY_INT8, instructions_of
-from sparge.backends.triton.rates import GEFORCE, THROUGHPUTS, rates_of, uses_legacy_int8
-from sparge.backends.triton.roofline import roofline
+from sparge.backends.triton.roofline import (
+    GEFORCE,
+    LEGACY_INT8_COUNTS,
+    THROUGHPUTS,
+    instructions_of,
+    rates_of,
+    roofline,
+    uses_legacy_int8,
+)
 from sparge.routing import choose
-from sparge.routing.crossover import HEAD_DIMS
+from sparge.values.backend import HEAD_DIMS
 from sparge.values.recipe import PRECISIONS
 from sparge_tools.static.ratchet import VERSIONS, ratchet_of, read_ratchet
 from sparge_tools.static.targets import TARGETS
@@ -62,7 +68,7 @@ def test_a_name_that_is_not_known_favours_dense_attention(architecture):
     card = replace(CARDS["4090"], architecture=architecture)
 
     def ratio(name):
-        costs = roofline(replace(card, name=name)).costs
+        costs = roofline(replace(card, name=name))
         return costs["bf16/128/int8"].element / costs["bf16/128/dense"].element
 
     assert ratio("Some GPU") > 1.2 * ratio("NVIDIA GeForce RTX 4090")
@@ -97,7 +103,7 @@ def test_the_static_check_has_the_same_rates():
 def test_an_older_triton_multiplies_int8_the_old_way_on_sm_100(triton, int8):
     assert rates_of("NVIDIA B200", "sm_100", triton).int8 == int8
     assert rates_of("NVIDIA H100", "sm_90", triton) is THROUGHPUTS["sm_90"]
-    old, new = (roofline(CARDS["B200"], version).costs for version in (triton, "3.9.0"))
+    old, new = (roofline(CARDS["B200"], version) for version in (triton, "3.9.0"))
     assert (old["bf16/128/int8"].element > new["bf16/128/int8"].element) == (int8 == 2048)
     assert old["bf16/128/half"] == new["bf16/128/half"]
 
@@ -145,7 +151,7 @@ def test_every_architecture_has_a_number_for_every_precision():
         for precision in PRECISIONS:
             low, high = (instructions_of(name, precision, D) for D in HEAD_DIMS)
             assert 0 < low <= high
-    assert instructions_of("sm_100", "int8", 128, legacy=True) == LEGACY_INT8["int8"][1]
+    assert instructions_of("sm_100", "int8", 128, legacy=True) == LEGACY_INT8_COUNTS["int8"][1]
 
 
 # --- what follows -----------------------------------------------------------------------------

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import sparge
+from calls import FIXED
 from sparge import KeepAll, KeepFraction, KeepMass, Recipe
 from sparge.serving.vllm import WorkerExtension, counters, report
 from sparge.serving.vllm.batch import Request, Rows, Step, make_pack
 from sparge.serving.vllm.refusals import (
     DECODE,
     FEW_QUERIES,
+    PREDICTED_DENSE,
     PREDICTED_OWN,
     why_layer_not_served,
     why_step_not_served,
 )
-from sparge.serving.vllm.routing import OwnCost, Shape, why_not
+from sparge.serving.vllm.routing import OwnCost, Shape, chosen_backend, why_not
 from sparge.serving.vllm.served import ServedLayer
 from sparge.synthetic import structured_qkv
+from sparge.values.backend import UnitCosts
 
 L = 1100
 CHUNKS = (256, 300, 512, L)
@@ -175,6 +179,17 @@ def test_routing():
     assert reason(2048, 4096, own=slow) == ""
     assert reason(2048, 4096, own=fast) == PREDICTED_OWN
     assert reason(2048, 4096, own=fast, backend="cpu") == ""
+
+
+def test_choices_are_made_again_for_other_numbers_and_backends(new_router, register):
+    """They were kept by the call alone, whatever backends and instruction sets there were."""
+    ours = {name: UnitCosts(9.0, 9.0, 9.0) for name in FIXED.costs if "dense" not in name}
+    dear = replace(FIXED, costs={**FIXED.costs, **ours})
+    assert reason(2048, 4096) == ""
+    new_router(costs={"cpu": dear})
+    assert reason(2048, 4096) == PREDICTED_DENSE
+    register("mine")
+    assert chosen_backend(shape_of(sparge.DEFAULT), Request(0, 2048, 4096), "auto") == "mine"
 
 
 def test_copying_keys_and_the_density_so_far_count():

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from sparge import KeepFraction, QTensor, Recipe
+from sparge.backends.cpu import rates
 from sparge.backends.reference import REFERENCE
 from sparge.engine.check import check_call
 from sparge.routing import Backend, get_backend
+from sparge.routing.crossover import Crossover
 from sparge.values.backend import FixedCost
 from sparge.values.call import Call, Inputs
 from sparge.values.stages import prepare
 
 SLOW = FixedCost(False, "slow")
+BUILT_IN = Crossover(rates.BUILT_IN)
+FIXED = replace(BUILT_IN, measured=True)
+"""Costs of the native core that tests are routed by."""
 HALF = Recipe(keep=KeepFraction(0.5), precision="half")
 
 

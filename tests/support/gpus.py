@@ -11,10 +11,9 @@ import torch
 from calls import a_call
 from sparge import DEFAULT
 from sparge.backends.cpu import CPU_BACKEND
-from sparge.backends.triton import calibrate
-from sparge.backends.triton.cost import COST, GpuCost
-from sparge.backends.triton.roofline import card_of
-from sparge.routing import trials
+from sparge.routing import calibration, current_router
+from sparge.routing.choice import compare_with_dense, decide_without_numbers
+from sparge.values.backend import Measuring
 
 
 def properties(name="Some GPU", major=8, minor=9, **facts):
@@ -27,7 +26,7 @@ def properties(name="Some GPU", major=8, minor=9, **facts):
 
 
 def pretend(monkeypatch, *cards):
-    """torch sees these cards, the first of which is current; what ran before is forgotten."""
+    """torch sees these cards, the first of which is current."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: gpu)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(cards))
@@ -36,9 +35,15 @@ def pretend(monkeypatch, *cards):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cards[device].name)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("sparge.values.host._hosts", {})
-    for name, nothing in vars(GpuCost()).items():
-        monkeypatch.setattr(COST, name, nothing)
-    monkeypatch.setattr("sparge.routing.call_cache._known", {})
+
+
+def compared(call, router=None):
+    """What is predicted of the Triton backend beside dense attention."""
+    router = router or current_router()
+    backend, environment = router.backend("triton"), router.environment()
+    decided = decide_without_numbers(call, backend.cost, environment)
+    numbers = router.numbers(backend, call) if decided is None else None
+    return compare_with_dense(call, backend, numbers, environment)
 
 
 def a_4090():
@@ -55,14 +60,14 @@ def an_h100():
 class PretendedClock:
     """Seconds that pass only in work: `cost` for each query-key pair of an attention call.
 
-    Its measurement is the backend's own, at small sizes on the processor: real trials, real fits,
-    and the key of the pretended card.
+    The router of the rest of the test measures by it, at small sizes on the processor: real trials,
+    real fits, and the key of the pretended card.
     """
 
-    def __init__(self, monkeypatch, *, ours, dense):
+    def __init__(self, monkeypatch, new_router, *, ours, dense):
         self.now, self.measured, self.before_each = 0.0, [], lambda: None
         self.costs = {"ours": ours, "dense": dense}
-        attend_dense, stages = trials.attend_dense, CPU_BACKEND.stages()
+        attend_dense, stages = calibration.attend_dense, CPU_BACKEND.stages()
 
         def attend(call, *args, **more):
             self._pass("ours", call.Hq * call.Lq * call.Lk)
@@ -72,15 +77,14 @@ class PretendedClock:
             self._pass("dense", query.shape[1] * query.shape[2] * key.shape[2])
             return attend_dense(query, key, *args, **more)
 
-        monkeypatch.setattr(trials, "attend_dense", dense_attend)
+        monkeypatch.setattr(calibration, "attend_dense", dense_attend)
         self._backend = replace(
             CPU_BACKEND,
             stages=lambda: SimpleNamespace(**{**vars(stages), "attend": attend}),
             refusal=lambda host, call: None,
+            cost=tiny_rates(timer=self.timed),
         )
-        monkeypatch.setattr(calibrate, "FEWEST_ROUNDS", 1)
-        monkeypatch.setattr(calibrate, "card_of", lambda kind, index: card_of("cuda", index))
-        monkeypatch.setattr(calibrate, "measure_for_call", self._measure)
+        new_router(measure=self._measure)
 
     def _pass(self, name, pairs):
         self.now += self.costs[name] * pairs
@@ -90,14 +94,20 @@ class PretendedClock:
         done = work()
         return self.now - start, done
 
-    def _measure(self, backend, kind, index, *, wanted, proceed):
+    def _measure(self, backend, place, *, wanted, in_call, proceed):
+        assert in_call
         self.measured.append(wanted)
         self.thread = threading.current_thread()
         self.before_each()
-        sizes = {"heads": 1, "lengths": (128, 256), "lse_lengths": (128,), "budget": 0.0}
-        return calibrate.measure(
-            self._backend, "cpu", timed=self.timed, proceed=proceed, wanted=wanted, **sizes
+        return calibration.measure(
+            self._backend, place, wanted=wanted, in_call=True, proceed=proceed
         )
+
+
+def tiny_rates(timer=None):
+    """Rates of a card that is measured on the processor, as little as can be."""
+    how = Measuring("cpu", 1, (128, 256), (128,), 0.0, 0.0, 1, warms_up=True, timer=timer)
+    return replace(CPU_BACKEND.cost, on_host=False, measuring=lambda place: how)
 
 
 def gpu_call(L=32768, **facts):

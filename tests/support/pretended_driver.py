@@ -20,9 +20,10 @@ from unittest import mock
 
 import torch
 
+from calls import FIXED
 from pretended_card import STREAM, Card, Refused, Traffic, allow_cuda_devices, torch_sees
 from pretended_tensors import OnCard, TensorsOnCard
-from sparge.backends.triton.cost import COST
+from sparge.routing import Router, backends, use_router
 
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 """Of a grid's dimensions, CUDA; HIP has as many or more."""
@@ -180,8 +181,7 @@ def card_here(card: Card, traffic: Traffic, *, count: int = 1) -> Iterator[None]
     with (
         mock.patch.object(triton.runtime.driver, "_active", PretendedDriver(card, traffic)),
         mock.patch("sparge.values.host._hosts", {}),
-        mock.patch.multiple(COST, **vars(type(COST)())),  # as if nothing had run here
-        mock.patch("sparge.routing.call_cache._known", {}),
+        use_router(Router(backends(), costs={"cpu": FIXED})),  # as if nothing had run here
         torch_sees(card, traffic, count=count),
     ):
         yield

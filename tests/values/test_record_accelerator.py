@@ -109,7 +109,6 @@ def test_a_pack_is_copied_once_and_shares_its_time(gpu, monkeypatch):
 
     class Stages:
         why_not_packed = staticmethod(lambda call, *, whole: None)
-        faster_than_dense = staticmethod(lambda calls: {})
 
         @staticmethod
         def attend_packed(call, inputs, cuts, align, stage, some=None):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..backends.dense import attend_dense
+from ..engine.call_cache import check_and_choose
 from ..engine.check import check_call, check_plan
 from ..engine.execute import run_attend, run_attention, run_plan, tokens_of
 from ..engine.ops import facts_of, plan_of_tensors
 from ..routing import Choice
-from ..routing.call_cache import check_and_choose
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO, DENSE
 from ..values.blockplan import BlockPlan

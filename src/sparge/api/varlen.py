@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..engine.check import check_boundaries, check_varlen
-from ..engine.execute_varlen import choices, run_together, run_varlen, sequence
+from ..engine.execute_varlen import run_together, run_varlen, sequence
+from ..routing import current_router
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO
 from ..values.call import Call
@@ -122,7 +123,8 @@ def _differentiable(
             "not known; call it outside torch.compile, or under torch.no_grad()"
         )
     cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
-    choices(call, cuts, backend, causal_align)  # a refusal comes before any work
+    # A refusal comes before any work.
+    current_router().choose_pack(call, cuts, backend, causal_align)
     outs, lses = [], []
     with apart() as runs:
         for i in range(len(cuts[0]) - 1):

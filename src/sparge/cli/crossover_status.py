@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-import torch
-
-from ..backends.cpu import calibrate as costs
 from ..backends.cpu import library as native
-from ..backends.cpu.cost import COST
-from ..backends.cpu.cost_key import key_of
+from ..routing import CPU, current_router
 from ..routing import cost_file as cache
-from ..routing.crossover import CLEARLY, DENSE_WAY, DTYPES, HEAD_DIMS, Crossover, name_of
+from ..routing.crossover import CLEARLY, Crossover
 from ..support.errors import Unsupported
+from ..values.backend import DENSE_WAY, DTYPES, HEAD_DIMS, name_of
 from ..values.recipe import PRECISIONS
 from .screen import Column, share
 
@@ -31,8 +28,8 @@ def calibrate() -> dict[str, Any]:
     """Measure again, store the result, and return its status."""
     if why := native.why_missing():
         raise Unsupported("there is nothing to calibrate:", {"cpu": why}, "dense attention is used")
-    measured = costs.measure()
-    return _status(measured, COST.adopt(measured), "measured now")
+    measured = current_router().measure(CPU, CPU)
+    return _status(measured, current_router().adopt(measured, CPU, CPU), "measured now")
 
 
 def measurable() -> bool:
@@ -44,8 +41,7 @@ def cached() -> dict[str, Any]:
     """The cached crossover of this machine, number of threads and instruction set."""
     if why := native.why_missing():
         return {"state": "none", "why": why}
-    isa = native.chosen_isa(native.available())
-    key = key_of(isa, torch.get_num_threads())
+    key = current_router().key(CPU, CPU)
     found, why = cache.read(key)
     if found is not None:
         return _status(found, "", "measured before")
@@ -54,7 +50,7 @@ def cached() -> dict[str, Any]:
         "why": why,
         "key": key,
         "file": cost_file_path(key),
-        "failure": COST.failure(),
+        "failure": current_router().failure(CPU, CPU),
     }
 
 
@@ -73,7 +69,7 @@ def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:
         "key": dict(crossover.key),
         "file": None if why else cost_file_path(crossover.key),
         **{name: getattr(crossover, name) for name in names},
-        "failure": COST.failure(),
+        "failure": current_router().failure(CPU, CPU),
         "rows": crossover_rows(crossover),
         "costs": cache.to_dict(crossover)["costs"],
     }

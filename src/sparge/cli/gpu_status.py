@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ..backends.triton import NAME, calibrate
+from ..backends.triton import NAME
 from ..backends.triton.architectures import architecture_of
-from ..backends.triton.cost import COST, key_of
 from ..backends.triton.first_launch import needs, this_machine
 from ..backends.triton.packages import clash, installation
 from ..backends.triton.roofline import card_of
 from ..routing import cost_file as cache
-from ..routing import get_backend
-from ..routing.crossover import Crossover, names
+from ..routing import current_router
+from ..routing.crossover import Crossover
+from ..values.backend import cost_names
 from .crossover_status import cost_file_path, crossover_rows
 
 VERIFIED = "verified by interpreter and ahead-of-time compilation, see docs/backends.md"
@@ -31,7 +31,7 @@ def gpu_status(*, measure: bool) -> dict[str, Any]:
     cards: dict[tuple[str, ...], dict[str, Any]] = {}
     for kind, index in _each_device():
         card = card_of(kind, index)
-        key = key_of(card)
+        key = current_router().key(NAME, kind, index)
         known = cards.setdefault(
             tuple(key.values()),
             {"device": kind, "indices": [], "name": card.name, "architecture": card.architecture},
@@ -69,16 +69,17 @@ def _launch(kind: str, index: int) -> dict[str, Any] | str:
 
 
 def _measured_now(kind: str, index: int) -> dict[str, Any]:
+    router, where = current_router(), (NAME, kind, index)
     try:
-        measured = calibrate.measure(get_backend(NAME), kind, index)
+        measured = router.measure(*where)
     except Exception as error:  # a kernel may fail on a card that nobody has tried; doctor goes on
-        return _cost(COST.crossover(kind, index), failure=f"{type(error).__name__}: {error}")
-    return _cost(measured, "measured now", why=COST.adopt(measured, kind, index))
+        return _cost(router.crossover(*where), failure=f"{type(error).__name__}: {error}")
+    return _cost(measured, "measured now", why=router.adopt(measured, *where))
 
 
 def _cached(kind: str, index: int, key: dict[str, str]) -> dict[str, Any]:
     _, why = cache.read(key, complete=False)
-    return _cost(COST.crossover(kind, index), "measured before", why=why)
+    return _cost(current_router().crossover(NAME, kind, index), "measured before", why=why)
 
 
 def _cost(
@@ -144,7 +145,7 @@ def _cost_text(cost: dict[str, Any]) -> str:
     if cost["source"] == "estimate":
         return f"{cost['state']}; {CALIBRATE}"
     unsteady = "" if cost["steady"] else "; not steady: --calibrate again on a quiet card"
-    kinds = f"{len(cost['costs'])} of {len(names())} unit costs"
+    kinds = f"{len(cost['costs'])} of {len(cost_names())} unit costs"
     return (
         f"{cost['state']}, {cost['date']}, in {cost['took']:.1f} s, a median turn "
         f"{cost['noise']:.2f}x the fastest{unsteady}; {kinds}; kept in "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends.dense import attend_dense
-from ..routing import Backend, Choice, choose, get_backend, host, route_by_plan, settle
+from ..routing import Backend, Choice, choose, current_router, get_backend, host
 from ..support.autocast import without_autocast
 from ..support.later import Later
 from ..values.backend import DENSE, torch_capability, with_kinds
@@ -42,7 +42,8 @@ class Outcome:
 def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
     """The whole way of one call. The run is returned, not noted: varlen gathers several."""
     tokens = tokens_of(call, inputs)
-    choice = settle(call, choice)
+    if choice.provisional:
+        choice = current_router().calibrate(call, choice)
     watch = Stopwatch(call, choice, inputs.query.device)
     if choice.backend == DENSE:
         return run_dense(call, inputs, tokens, watch)
@@ -51,7 +52,7 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
         tokens = with_kinds(backend, tokens)
         prepared, plan = _plan(call, inputs, tokens, backend, watch, to_attend=True)
         if not call.needs_grad:  # the backward needs the plan
-            watch.choice = route_by_plan(plan, call, choice)
+            watch.choice = current_router().choose_after_plan(plan, call, choice)
         if watch.choice.backend == DENSE:
             return run_dense(call, inputs, tokens, watch)
         with watch.stage("attend"):

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
-from ..routing import Choice, backends, choose, get_backend, host, route_by_plan, settle
-from ..routing.call_cache import known_choices
+from ..routing import current_router, get_backend
+from ..routing.choice import Chosen
+from ..routing.router import Cuts
 from ..values.backend import DENSE
 from ..values.call import Call, Inputs, work_dtype
-from ..values.geometry import diagonal_offset
-from ..values.recipe import KeepAll, Recipe
+from ..values.recipe import Recipe
 from ..values.run import Run, note, when_read
 from ..values.stages import AttendedPack, PackedStages, SomeOf
 from .counted import count_blocks
 from .execute import run_attention, run_dense, run_of_counted, tokens_of, undisturbed
 from .stopwatch import Stopwatch
-
-Cuts = tuple[list[int], list[int]]
-"""Where packed sequences begin and end: of the queries, and of the keys."""
-Chosen = tuple[Call, Choice]
 
 
 def run_varlen(
@@ -32,7 +27,7 @@ def run_varlen(
 ) -> tuple[Tensor, Tensor | None]:
     """All sequences that one backend serves at once, and the others one after another. `call` is
     the whole pack as one call."""
-    each = _settled(call, cuts, backend, align)
+    each = current_router().calibrate_pack(call, cuts, backend, align)
     out = query.new_empty((call.Lq, call.Hq, call.Dv))
     lse = query.new_empty((call.Hq, call.Lq), dtype=work_dtype(call.dtype))
     work = _Work((query, key, value), cuts, align, dict(enumerate(each)), out, lse)
@@ -91,12 +86,12 @@ class _Work:
         watch = Stopwatch(team.call, first[1], inputs.query.device)
         some = None
         if not team.whole:
-            routed = {
-                i: one
-                for i, (one, choice) in team.each.items()
-                if choice.estimate is not None and not choice.routed_to_dense
-            }
-            some = SomeOf(list(team.each), routed, (self.out, self.lse))
+            router = current_router()
+
+            def leaves(i: int, kept: int, allowed: int) -> bool:
+                return router.dense_is_faster(*team.each[i], kept, allowed)
+
+            some = SomeOf(list(team.each), leaves, (self.out, self.lse))
         with undisturbed(team.call.device):
             given = (team.call, inputs, self.cuts, self.align, watch.stage, some)
             done = team.stages.attend_packed(*given)
@@ -127,7 +122,7 @@ class _Work:
             shared = seconds.then(itemgetter(i))
             own = Stopwatch(one, choice, watch.device, shared=shared.value)
             if i in done.left:
-                own.choice = route_by_plan(plans[i][0], one, choice)
+                own.choice = current_router().choose_after_plan(plans[i][0], one, choice)
                 self.planned[i] = own
             else:
                 self.runs[i] = run_of_counted("attention", own, counted.then(itemgetter(i)))
@@ -171,60 +166,6 @@ def _shares(
         }
         for i, n in blocks.items()
     }
-
-
-def choices(call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
-    """What each packed sequence gets, by its own lengths; decided before any of them runs, once
-    for all of the same lengths."""
-    key = (call, *map(tuple, cuts), backend, align)
-    return known_choices(key, lambda: _choices(call, cuts, backend, align))
-
-
-def _choices(call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
-    lengths = list(zip(*([b - a for a, b in pairwise(each)] for each in cuts), strict=True))
-    known: dict[tuple[int, ...], Chosen] = {}
-    for pair in dict.fromkeys(lengths):
-        Lq, Lk = pair
-        one = replace(call, Lq=Lq, Lk=Lk, offset=diagonal_offset(Lq, Lk, align))
-        known[pair] = one, choose(one, backend)
-    each = dict(enumerate(known[pair] for pair in lengths))
-    if not call.needs_grad:
-        each |= _dense_in_a_pack({i: x for i, x in each.items() if x[1].routed_to_dense})
-    return list(each.values())
-
-
-def _dense_in_a_pack(each: dict[int, Chosen]) -> dict[int, Chosen]:
-    """Those of the sequences that `auto` gives to dense attention which a backend computes faster
-    in one pack: every block kept, in the caller's own precision."""
-    calls = {
-        i: replace(one, recipe=Recipe(KeepAll(), precision=one.own_precision))
-        for i, (one, _) in each.items()
-    }
-    for backend in backends() if calls else ():
-        first = next(iter(calls.values()))
-        refused = backend.refusal(host(*first.where), first) is not None
-        if backend.packed is None or refused:
-            continue
-        found = {}
-        for i, reason in backend.packed().faster_than_dense(calls).items():
-            choice = each[i][1]
-            others = {name: why for name, why in choice.rejected.items() if name != backend.name}
-            rejected = {**others, DENSE: reason}
-            choice = replace(choice, backend=backend.name, reason=reason, rejected=rejected)
-            found[i] = calls[i], choice
-        if found:
-            return found
-    return {}
-
-
-def _settled(call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
-    """`choices`, made again if they rest on built-in numbers and a calibration gives others."""
-    each = choices(call, cuts, backend, align)
-    open_ones = (x for x in each if x[1].estimate is not None and not x[1].estimate.settled)
-    one = next(open_ones, None)
-    if one is None or settle(*one) is one[1]:
-        return each
-    return choices(call, cuts, backend, align)
 
 
 def sequence(query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, i: int) -> Inputs:

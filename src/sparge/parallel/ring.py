@@ -23,14 +23,14 @@ from torch import Tensor
 from ..api.attention import PackedOptions
 from ..engine.check import check_call
 from ..engine.execute import undisturbed
-from ..routing import Choice, backends, choose, get_backend, host
-from ..routing.choose import asked_backend
+from ..routing import Choice, choose, current_router, get_backend
+from ..routing.choice import keep_everything
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO, DENSE, Backend
 from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs
 from ..values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset
-from ..values.recipe import KeepAll, Recipe
+from ..values.recipe import Recipe
 from ..values.run import note, recording
 from .agree import agree
 from .exchange import Exchange
@@ -233,7 +233,7 @@ def _facts(
         "layout": layout,
         "balance": balance,
         "causal_align": causal_align,
-        "backend": asked_backend(backend)[0],
+        "backend": current_router().requested(backend)[0],
     }
 
 
@@ -241,14 +241,13 @@ def _choose(call: Call, backend: str, *, dense: bool) -> tuple[Choice, Call]:
     """The sparse backend, or one that keeps everything where dense attention is faster."""
     if not dense:
         return choose(call, backend, dense_ok=False), call
-    name, asked_by = asked_backend(backend)
+    router = current_router()
+    name, asked_by = router.requested(backend)
     why = "dense attention is faster, by the first rank's numbers"
     if name == DENSE:
         why = f"asked for by {asked_by}"
-    call = replace(call, recipe=Recipe(KeepAll(), precision=call.own_precision))
-    where = host(*call.where)
-    able = next(b.name for b in backends() if b.refusal(where, call) is None)
-    choice = choose(call, able, dense_ok=False)
+    call = keep_everything(call)
+    choice = choose(call, router.first_able(call).name, dense_ok=False)
     return replace(choice, reason=f"{why}; everything is kept", routed_to_dense=True), call
 
 

@@ -2,8 +2,17 @@
 
 from ..values.backend import AUTO, CPU, DENSE, ENV_BACKEND, Backend
 from ..values.host import host
-from .choose import Choice, choose, route_by_plan, settle
-from .registry import backends, get_backend, register_backend, unregister_backend
+from .choice import Choice
+from .router import (
+    Router,
+    backends,
+    choose,
+    current_router,
+    get_backend,
+    register_backend,
+    unregister_backend,
+    use_router,
+)
 
 __all__ = [
     "AUTO",
@@ -12,12 +21,13 @@ __all__ = [
     "ENV_BACKEND",
     "Backend",
     "Choice",
+    "Router",
     "backends",
     "choose",
+    "current_router",
     "get_backend",
     "host",
     "register_backend",
-    "route_by_plan",
-    "settle",
     "unregister_backend",
+    "use_router",
 ]

@@ -11,13 +11,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 
 from ..support.atomic_files import replace_file
 from ..support.cache_directory import cache_directory
 from ..support.json_text import parse_json, read_json_text
-from .crossover import Crossover, UnitCosts, names
+from ..values.backend import UnitCosts, cost_names
+from .crossover import Crossover
 
 FILE_FORMAT = "sparge.crossover/2"
 
@@ -72,17 +72,10 @@ def _parse(text: str, key: Mapping[str, str], complete: bool) -> Crossover:
     if data["key"] != dict(key):
         raise ValueError("it was measured for another key")
     given = data["costs"]
-    costs = {name: UnitCosts(**given[name]) for name in names() if complete or name in given}
+    costs = {name: UnitCosts(**given[name]) for name in cost_names() if complete or name in given}
     for name, cost in costs.items():
         for number in (cost.call, cost.token, cost.element):
             if isinstance(number, bool) or not 0 <= number < math.inf:
                 raise ValueError(f"{name} must be seconds, got {number!r}")
     took, noise, busy = (float(data[name]) for name in ("took", "noise", "busy"))
     return Crossover(costs, dict(key), str(data["date"]), took, noise, busy, measured=True)
-
-
-def sparge_version() -> str:
-    try:
-        return metadata.version("sparge")
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,56 +1,51 @@
-"""NOUN what dense attention and a backend cost on a machine, and which is faster for a call.
+"""What dense attention and a backend cost on a machine, and which is faster for a call.
 
     dense:  call + element · pairs that torch computes
     ours:   call + token · rows of Q, K and V + element · (pairs sampled by the plan + pairs kept
             + pairs of queries and pooled entries)
 
-Seconds, for each dtype, head dim 64 and 128, and way of computing: measured by trials.py, kept by
-cost_file.py, and estimated by each backend until then.
+Seconds, for each dtype, head dim 64 and 128, and way of computing: measured by calibration.py, kept
+by cost_file.py, and estimated by each backend until then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
 
 import torch
 
 from ..rules.error_budget import MEASURED_ROWS, surveyed_rows
-from ..values.backend import ESTIMATED, MEASURED, Estimate
+from ..values.backend import (
+    DENSE_LSE,
+    DENSE_WAY,
+    DTYPES,
+    ESTIMATED,
+    HEAD_DIMS,
+    MEASURED,
+    Estimate,
+    UnitCosts,
+    name_of,
+)
 from ..values.blockplan import BlockPlan
 from ..values.call import Call
 from ..values.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
-from ..values.recipe import PRECISIONS, KeepAll, KeepError, KeepFraction, Recipe, heads_of
+from ..values.recipe import KeepAll, KeepError, KeepFraction, Recipe, heads_of
 from ..values.stages import raised_key_heads
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-HEAD_DIMS = (64, 128)
-DENSE_WAY, DENSE_LSE = "dense", "dense+lse"
-WAYS = (DENSE_WAY, DENSE_LSE, *PRECISIONS)
 MOST_NOISE, MOST_BUSY = 1.5, 0.15
 """Beyond either, a measurement is made again later. A program on one of two cores takes 0.37 of
 them and leaves the noise as it was; a quiet machine has 0.03 (LAB.md)."""
 CLEARLY = 0.97
 """Ours is taken where its predicted time is below this share of dense attention's."""
-MASS_DENSITY = 0.6
-"""What `KeepMass` is expected to keep of a long row before there is a plan. Long prompts and videos
-mostly keep less; where a plan keeps more, the call is routed again by the plan itself."""
 FEW_BLOCKS = 8
 """A row of so few blocks keeps nearly all of them under `KeepMass`: each holds some of the mass."""
 
 MASKED = 1.5
 """A mask of the caller's makes our pairs this much dearer than dense attention's, where it has a
-number for each pair (measured at 1.5, fp32 and bf16, AVX2). One that hides whole keys costs less;
-its size is not known here, and never slower comes first."""
-
-
-@dataclass(frozen=True)
-class UnitCosts:
-    """Seconds for a call, for a row of Q, K or V, and for a query-key pair."""
-
-    call: float
-    token: float
-    element: float
+number for each pair (measured at 1.5, fp32 and bf16, AVX2). One that hides whole keys costs less,
+but the mask's shape is unknown here; assume the expensive case."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +76,18 @@ class Crossover:
         """Whether the machine was quiet enough for the numbers to be kept for good."""
         return self.disturbance <= 1.0
 
+    def is_outdated(self, retry_after: timedelta | None) -> bool:
+        """Whether it was measured on a busy machine, longer ago than this; a date that cannot be
+        read is."""
+        if self.steady or retry_after is None:
+            return False
+        try:
+            return datetime.now(timezone.utc) - datetime.fromisoformat(self.date) > retry_after
+        except (ValueError, TypeError):
+            return True
+
     def answer(self, faster: bool, reason: str) -> Estimate:
-        settled = self.measured and self.steady
-        return Estimate(faster, f"{reason} ({self.words})", self.source, settled)
+        return Estimate(faster, f"{reason} ({self.words})", self.source)
 
     @property
     def source(self) -> str:
@@ -144,10 +148,8 @@ class Crossover:
         """Whether it has the costs of a call: of a card, not all of them may be measured."""
         return all(name in self.costs for name in costs_of(call))
 
-    def estimate(self, call: Call, density: float | None = None, *, why: str = "") -> Estimate:
-        """Before there is a plan. density: `expected_density` if it is not given; `why` says where
-        another one comes from."""
-        density = expected_density(call) if density is None else density
+    def estimate(self, call: Call, density: float, *, why: str = "") -> Estimate:
+        """Before there is a plan. why: where the density comes from, if it is not expected."""
         ours, dense = self.predict_sparse(call, density), self.predict_dense(call)
         reason = (
             f"predicted {ours * 1e3:.2f} ms at density {density:.2f}{why and f' ({why})'}, dense "
@@ -204,10 +206,6 @@ class Crossover:
         )
 
 
-def name_of(dtype: str, D: int, way: str) -> str:
-    return f"{dtype}/{D}/{way}"
-
-
 def _dims_of(call: Call) -> tuple[int, ...]:
     """Head dims whose costs tell those of a call: its own, if that is one of them."""
     mean = (call.D + call.Dv) / 2
@@ -219,11 +217,6 @@ def costs_of(call: Call) -> tuple[str, ...]:
     ways = (DENSE_LSE if call.return_lse else DENSE_WAY, call.recipe.precision)
     dtype = DTYPES.get(call.dtype, "")
     return tuple(name_of(dtype, D, way) for D in _dims_of(call) for way in ways)
-
-
-def names() -> list[str]:
-    """Every cost that a crossover has."""
-    return [name_of(dtype, D, way) for dtype in DTYPES.values() for D in HEAD_DIMS for way in WAYS]
 
 
 def allowed_pairs(call: Call) -> int:
@@ -252,8 +245,9 @@ def pooled_share(recipe: Recipe) -> float:
     return 1.0 / recipe.pool_group if recipe.pools else 0.0
 
 
-def expected_density(call: Call, mass_density: float = MASS_DENSITY) -> float:
-    """Kept blocks / allowed blocks, before there is a plan."""
+def expected_density(call: Call, long_row: float) -> float:
+    """Kept blocks / allowed blocks, before there is a plan. long_row: what `KeepMass` and
+    `KeepError` are expected to keep of a long row."""
     keep = call.recipe.keep
     if isinstance(keep, KeepAll):
         return 1.0
@@ -265,7 +259,7 @@ def expected_density(call: Call, mass_density: float = MASS_DENSITY) -> float:
         masses = [1.0 - error for error in heads_of(keep.max_error, call.Hq, none=0.0)]
     else:
         masses = heads_of(keep.mass, call.Hq, none=1.0)
-    of_long_rows = few + (1 - few) * mass_density
+    of_long_rows = few + (1 - few) * long_row
     # No more of the blocks than of the mass are needed, as the heaviest come first.
     return _mean(min(mass, of_long_rows) if mass < 1 else 1.0 for mass in masses)
 
@@ -283,20 +277,5 @@ def _sampled_share(call: Call) -> float:
 
 
 def _mean(numbers: Iterable[float]) -> float:
-    each = list(numbers)
-    return sum(each) / len(each)
-
-
-def decided_without_numbers(call: Call) -> Estimate | None:
-    """What is known of a call before any cost is looked up; None where costs decide."""
-    if call.needs_grad:
-        return Estimate(False, "torch's own gradient of dense attention is faster")
-    if torch.compiler.is_compiling():
-        # Lengths may be symbols here. The op chooses again by its numbers when it runs.
-        return Estimate(True, "decided by its lengths when it runs")
-    if call.Lq < BLOCK_Q:
-        return Estimate(
-            False,
-            f"{call.Lq} queries do not fill a block of {BLOCK_Q}; dense attention is faster",
-        )
-    return None
+    found = list(numbers)
+    return sum(found) / len(found)

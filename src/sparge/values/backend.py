@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from datetime import timedelta
 
+import torch
 from torch import Tensor
 
-from .blockplan import BlockPlan
+from ..support.turns import Timer
 from .call import Call
 from .geometry import ROW_GROUP
 from .host import Host
+from .recipe import PRECISIONS
 from .stages import PackedStages, Stages
 from .tokenmask import TokenMask
 
@@ -19,44 +21,48 @@ AUTO, DENSE, CPU = "auto", "dense", "cpu"
 ENV_BACKEND = "SPARGE_BACKEND"
 MEASURED, ESTIMATED = "measured", "estimate"
 
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+HEAD_DIMS = (64, 128)
+DENSE_WAY, DENSE_LSE = "dense", "dense+lse"
+WAYS = (DENSE_WAY, DENSE_LSE, *PRECISIONS)
+"""Ways of computing that have unit costs: dense attention, with an LSE, and ours by precision."""
+
+Place = tuple[str, int]
+"""What the numbers of a process are kept by: the type and index of an accelerator, or the
+instruction set and the number of threads of a processor."""
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Seconds for a call, for a row of Q, K or V, and for a query-key pair."""
+
+    call: float
+    token: float
+    element: float
+
+
+def name_of(dtype: str, D: int, way: str) -> str:
+    """The name of unit costs, such as `bf16/128/int8`."""
+    return f"{dtype}/{D}/{way}"
+
+
+def cost_names() -> list[str]:
+    """Every name that unit costs have."""
+    return [name_of(dtype, D, way) for dtype in DTYPES.values() for D in HEAD_DIMS for way in WAYS]
+
 
 @dataclass(frozen=True)
 class Estimate:
     """Whether a backend is predicted to be faster than dense attention, and why.
 
     source: `"measured"` on this machine, `"estimate"` by built-in numbers, or `""` where the
-    answer needed neither. settled: no calibration would improve the numbers.
+    answer needed neither. provisional: a calibration inside the call would improve the numbers.
     """
 
     faster: bool
     reason: str
     source: str = ""
-    settled: bool = True
-
-
-class Cost(Protocol):
-    """What a backend's calls cost beside dense attention. It owns its calibration and its cache."""
-
-    @property
-    def generation(self) -> int:
-        """Counts changes of the numbers; a change invalidates cached choices."""
-        ...
-
-    def before(self, call: Call) -> Estimate:
-        """From shapes alone, before there is a plan."""
-        ...
-
-    def after(self, call: Call, plan: BlockPlan) -> Estimate | None:
-        """From what the plan keeps; what came before is paid for. None keeps the choice.
-
-        The only place on the way of a call that may read numbers of a tensor: a backend whose
-        device is not the host returns None without looking.
-        """
-        ...
-
-    def calibrate(self, call: Call) -> bool:
-        """Measure, if numbers are missing and measuring is allowed; True if there are new ones."""
-        ...
+    provisional: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,18 +72,64 @@ class FixedCost:
     faster: bool
     reason: str
 
-    @property
-    def generation(self) -> int:
-        return 0
-
-    def before(self, call: Call) -> Estimate:
+    def estimate(self, call: Call) -> Estimate:
         return Estimate(self.faster, self.reason)
 
-    def after(self, call: Call, plan: BlockPlan) -> Estimate | None:
-        return None
 
-    def calibrate(self, call: Call) -> bool:
-        return False
+@dataclass(frozen=True)
+class Measuring:
+    """How a backend is measured beside dense attention.
+
+    heads: as many as keep the device busy. lengths: of every way but dense attention with an LSE,
+    whose scores are held in full and which has `lse_lengths`. seconds, seconds_in_call: of
+    measuring everything, and of measuring inside a user's call. limit: seconds after which it gives
+    up if `fewest_rounds` are not complete. warms_up: a first round compiles and is not timed.
+    timer: runs work and tells its seconds; None waits for the device.
+    """
+
+    device: str
+    heads: int
+    lengths: Sequence[int]
+    lse_lengths: Sequence[int]
+    seconds: float
+    seconds_in_call: float
+    fewest_rounds: int
+    limit: float | None = None
+    warms_up: bool = False
+    timer: Timer | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a backend knows of its own speed. The router predicts, measures and decides by it.
+
+    devices: types of devices that the rates hold for; elsewhere: why it is slower on others.
+    place: what numbers are kept by in a process, of a device's type and index; cheap.
+    key: what measured numbers hold for; with another key it is another measurement.
+    estimate: unit costs by name before anything was measured, or why there are none; estimated_by:
+    where they come from, for messages.
+    measuring: how it is measured at a place. by_kind: a call measures the costs of its own kind,
+    and only if it is long; else the first call measures everything.
+    retry_after: after this time, a measurement of a busy machine is repeated; None is never.
+    on_host: plans are read as soon as they are made; else what they keep is learnt later.
+    unseen_density: what a long row is expected to keep before there is a plan.
+    fewest_pairs: calls of fewer query-key pairs are not worth a plan.
+    packs_dense: a pack of sequences that keep every block may be faster than dense attention.
+    """
+
+    devices: Sequence[str]
+    place: Callable[[str, int], Place]
+    key: Callable[[Place], dict[str, str]]
+    estimate: Callable[[Place], Mapping[str, UnitCosts] | str]
+    estimated_by: str
+    measuring: Callable[[Place], Measuring]
+    unseen_density: float
+    elsewhere: str = ""
+    by_kind: bool = False
+    retry_after: timedelta | None = None
+    on_host: bool = False
+    fewest_pairs: int = 0
+    packs_dense: bool = False
 
 
 def torch_capability(host: Host, call: Call) -> str:
@@ -103,7 +155,7 @@ class Backend:
 
     stages: returns the implementation; imported when it is first called.
     refusal: why it cannot run a call on a host, or None.
-    cost: whether it is faster than dense attention.
+    cost: whether it is faster than dense attention: always or never, or by its rates.
     isa: the instruction set or architecture it runs with, for the record.
     row_group: consecutive query rows that its second filter judges together.
     raises_heads: its attend stage runs the heads that an error budget raised in the caller's own
@@ -114,13 +166,16 @@ class Backend:
     call; without it, every stage does.
     sums_keys: its stages make the mean key of sums over blocks (`KeySums`), which may come from
     elsewhere.
+    variables: names of environment variables that its refusals and its speed depend on.
     """
 
     name: str
     about: str
     stages: Callable[[], Stages]
     refusal: Callable[[Host, Call], str | None] = serves_all
-    cost: Cost = field(default=FixedCost(True, "assumed to be faster than dense attention"))
+    cost: FixedCost | Rates = field(
+        default=FixedCost(True, "assumed to be faster than dense attention")
+    )
     isa: Callable[[Host, Call], str] = torch_capability
     row_group: int = ROW_GROUP
     raises_heads: bool = False
@@ -128,3 +183,4 @@ class Backend:
     plain_operands: bool = False
     block_kinds: Callable[[TokenMask], Tensor] | None = None
     sums_keys: bool = False
+    variables: Sequence[str] = ()

@@ -14,7 +14,7 @@ module or an object that has all of them satisfies `Stages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -138,12 +138,12 @@ class Attended:
 
 @dataclass(frozen=True)
 class SomeOf:
-    """Sequences of a pack. numbers: those to attend, ascending. routed: calls of those among them
-    that `auto` chose, by number; each is left out if its plan shows that dense attention is
+    """Sequences of a pack. numbers: those to attend, ascending. leaves: whether a sequence, by its
+    number and the blocks that its plan keeps and may keep, is left to dense attention, which is
     faster. into: the out and lse of the whole pack, whose rows are written."""
 
     numbers: list[int]
-    routed: Mapping[int, Call]
+    leaves: Callable[[int, int, int], bool]
     into: tuple[Tensor, Tensor]
 
 
@@ -243,11 +243,6 @@ class PackedStages(Protocol):
     def why_not_packed(self, call: Call, *, whole: bool) -> str | None:
         """Why sequences of this call run one after another, or None. whole: no sequence of the
         pack is left out."""
-        ...
-
-    def faster_than_dense(self, calls: Mapping[int, Call]) -> Mapping[int, str]:
-        """Of sequences that keep every block, those that were measured to be faster in one pack
-        than dense attention of each, and why."""
         ...
 
     def attend_packed(

@@ -11,12 +11,13 @@ from test_varlen import identical, one_by_one
 from test_varlen import packed as a_pack
 
 import sparge
+from calls import BUILT_IN, FIXED
 from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe, attention_varlen
+from sparge.backends.cpu import CPU_BACKEND
 from sparge.backends.cpu import library as native
-from sparge.backends.cpu import varlen
-from sparge.backends.cpu.cost import COST
-from sparge.backends.cpu.crossover import BUILT_IN
-from sparge.routing.crossover import UnitCosts
+from sparge.routing import choose
+from sparge.routing.choice import choose_dense_pack
+from sparge.values.backend import UnitCosts
 
 pytestmark = pytest.mark.skipif(native.why_missing() is not None, reason="no native core")
 
@@ -208,10 +209,9 @@ def test_an_error_budget_runs_one_after_another(counted):
     assert "packed_attend" not in counted
 
 
-def test_equal_lengths_are_chosen_once(monkeypatch):
+def test_equal_lengths_are_chosen_once(register):
     asked = []
-    before = COST.before
-    monkeypatch.setattr(COST, "before", lambda call: asked.append(call.Lq) or before(call))
+    register("curious", refusal=lambda host, call: asked.append(call.Lq) or "it only looks")
     lengths = (30, 300, 30, 300, 300)
     attention_varlen(*a_pack(lengths, lengths), enable_gqa=True)
     assert sorted(asked) == [30, 300]
@@ -234,8 +234,8 @@ def recorded(pack, **options):
     return got, run
 
 
-def test_auto_packs_the_long_ones_and_leaves_the_others_to_dense(monkeypatch, counted):
-    monkeypatch.setattr(COST, "crossover", lambda: crossover(int8=1e-9, dense=1e-8, half=1e-7))
+def test_auto_packs_the_long_ones_and_leaves_the_others_to_dense(new_router, counted):
+    new_router(costs={"cpu": crossover(int8=1e-9, dense=1e-8, half=1e-7)})
     lengths = (700, 60, 800, 61)
     pack = a_pack(lengths, lengths)
     got, run = recorded(pack, recipe=Recipe(KeepFraction(0.4)))
@@ -256,9 +256,9 @@ def one_by_one_auto(pack, **options):
     return torch.cat(outs)
 
 
-def test_auto_leaves_a_sequence_whose_plan_keeps_too_much(monkeypatch):
+def test_auto_leaves_a_sequence_whose_plan_keeps_too_much(new_router):
     # Blocks of the first sequence are not alike, so that all are kept; those of the other are.
-    monkeypatch.setattr(COST, "crossover", lambda: crossover(int8=1e-9, dense=1.05e-9, half=1e-7))
+    new_router(costs={"cpu": crossover(int8=1e-9, dense=1.05e-9, half=1e-7)})
     query, key, value, *cu = a_pack((1024, 1024), (1024, 1024), Hq=2, Hk=1, D=16, Dv=16)
     signs = 1.0 - 2.0 * (torch.arange(1024) // 64 % 2)
     query[1024:], key[1024:] = 1.0, signs[:, None, None]
@@ -272,9 +272,9 @@ def test_auto_leaves_a_sequence_whose_plan_keeps_too_much(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_dense_attention_in_a_pack_where_it_was_measured_to_be_faster(monkeypatch, dtype, counted):
+def test_dense_attention_in_a_pack_where_it_was_measured_to_be_faster(new_router, dtype, counted):
     fast = crossover(half=1e-9, exact=1e-9, dense=4e-9, dense_lse=4e-9)
-    monkeypatch.setattr(COST, "crossover", lambda: fast)
+    new_router(costs={"cpu": fast})
     lengths = (60, 100, 61)
     pack = a_pack(lengths, lengths, dtype=dtype)
     got, run = recorded(pack, recipe=Recipe(KeepFraction(0.01)))
@@ -291,9 +291,9 @@ def test_dense_attention_in_a_pack_where_it_was_measured_to_be_faster(monkeypatc
     torch.testing.assert_close(got, dense, rtol=2e-2, atol=2e-2)
 
 
-def test_dense_attention_is_torchs_before_anything_was_measured(monkeypatch, counted):
+def test_dense_attention_is_torchs_before_anything_was_measured(new_router, monkeypatch, counted):
     unknown = replace(crossover(half=1e-12, exact=1e-12), measured=False)
-    monkeypatch.setattr(COST, "crossover", lambda: unknown)
+    new_router(costs={"cpu": unknown})
     monkeypatch.setenv("SPARGE_CALIBRATE", "0")
     _, run = recorded(a_pack((60, 61), (60, 61)))
     assert run.backend == "dense"
@@ -305,5 +305,5 @@ def test_a_pack_that_saves_less_than_it_costs_is_left_to_torch():
         *a_pack((60,), (60,)), is_causal=True, scale=None, enable_gqa=True, causal_align="top_left",
         recipe=Recipe(KeepAll(), precision="exact"), backend="auto", return_lse=False,
     )  # fmt: skip
-    assert COST.dense_in_pack({0: call}) == {}
-    assert varlen.faster_than_dense({}) == {}
+    assert choose_dense_pack(CPU_BACKEND, FIXED, {0: (call, choose(call))}) == {}
+    assert choose_dense_pack(CPU_BACKEND, FIXED, {}) == {}

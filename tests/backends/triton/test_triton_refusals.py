@@ -28,7 +28,7 @@ def pretend(monkeypatch):
 
     def pretend(name):
         made = Host("x", {"cuda": Device("cuda", "a card", name)})
-        for module in (importlib.import_module("sparge.routing.choose"), architectures):
+        for module in (importlib.import_module("sparge.routing.router"), architectures):
             monkeypatch.setattr(module, "host", lambda kind="cpu", index=0: made)
 
     return pretend

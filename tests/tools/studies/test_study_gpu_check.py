@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from gpus import pretend, properties
-from sparge.backends.triton.rates import DENSE_SHARE, OUR_SHARE
-from sparge.backends.triton.roofline import Card, roofline
+from sparge.backends.triton.roofline import DENSE_SHARE, OUR_SHARE, Card, roofline
+from sparge.routing.crossover import Crossover
 from sparge.values.recipe import PRECISIONS
 from sparge_tools.commands.bench_command import FORMAT as BENCH_FORMAT
 from sparge_tools.studies import gpu_check, gpu_estimates, gpu_rig
@@ -175,7 +175,7 @@ def a_rig(**facts):
 def test_shares_explain_what_was_measured():
     """Twice the estimated seconds for a pair are half of the assumed share."""
     card = Card("A card", "sm_89", 100, 2e9, 1e12)
-    estimated = roofline(card)
+    estimated = Crossover(roofline(card))
     twice = {
         name: replace(cost, element=2 * cost.element) for name, cost in estimated.costs.items()
     }
@@ -191,7 +191,7 @@ def test_shares_explain_what_was_measured():
 
 def test_where_sparse_attention_begins_to_be_faster(monkeypatch):
     card = Card("A card", "sm_89", 100, 2e9, 1e12)
-    cheap = replace(roofline(card), measured=True)
+    cheap = Crossover(roofline(card), measured=True)
     element = torch.empty((), dtype=torch.bfloat16)
     monkeypatch.setattr(gpu_estimates.torch, "empty", lambda *shape, **named: element)
     fewest = gpu_estimates.sparse_from(a_rig(measured=cheap))

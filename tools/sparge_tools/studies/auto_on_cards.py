@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from sparge import DEFAULT, VISION
-from sparge.backends.triton.densities import Densities
+from sparge.backends.triton.rates import RATES
 from sparge.backends.triton.roofline import Card, roofline
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json
 from sparge.cli.screen import deliver
-from sparge.routing.crossover import CLEARLY, Crossover
+from sparge.routing.crossover import CLEARLY, Crossover, expected_density
 from sparge.values.call import Call
 
 CARDS = {
@@ -75,12 +75,13 @@ def a_call(recipe: str, length: int) -> Call:
 
 def rows(triton: str = "") -> Iterator[Row]:
     for name, card in CARDS.items():
-        numbers = roofline(card, triton)
-        assert isinstance(numbers, Crossover), numbers
+        estimate = roofline(card, triton)
+        assert not isinstance(estimate, str), estimate
+        numbers = Crossover(estimate)
         for recipe in CALLS:
             for length in LENGTHS:
                 call = a_call(recipe, length)
-                density = Densities().expected(call)
+                density = expected_density(call, RATES.unseen_density)
                 sparse, dense = numbers.predict_sparse(call, density), numbers.predict_dense(call)
                 limit = pays_below(numbers, call)
                 yield Row(name, recipe, length, density, sparse, dense, limit)

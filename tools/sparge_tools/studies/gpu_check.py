@@ -38,13 +38,14 @@ from xml.etree import ElementTree
 import torch
 
 from sparge import Unsupported
-from sparge.backends.triton.cost import COST
+from sparge.backends.triton import NAME
 from sparge.backends.triton.packages import triton_version
 from sparge.backends.triton.roofline import card_of, roofline
 from sparge.cli import BAD_RESULT, OK, Parser, exit_code
 from sparge.cli import main as sparge
 from sparge.cli.machine import devices, where_it_runs
 from sparge.cli.screen import to_json
+from sparge.routing import current_router
 from sparge.routing.crossover import Crossover
 from sparge.support.atomic_files import replace_file
 
@@ -131,14 +132,15 @@ def dry_check() -> dict[str, Any]:
 def rig_on(device: str, suite: dict[str, Any], bench: dict[str, Any]) -> Rig:
     index = torch.get_device_module(device).current_device()
     card = card_of(device, index)
-    estimated, measured = roofline(card, triton_version() or ""), COST.crossover(device, index)
+    estimated = roofline(card, triton_version() or "")
+    measured = current_router().crossover(NAME, device, index)
     return Rig(
         f"{device}:{index}",
         card,
         LENGTH,
         HEADS,
         measured if isinstance(measured, Crossover) and measured.measured else None,
-        estimated if isinstance(estimated, Crossover) else None,
+        None if isinstance(estimated, str) else Crossover(estimated),
         suite,
         bench["rows"],
     )

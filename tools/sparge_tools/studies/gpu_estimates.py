@@ -43,10 +43,10 @@ from sparge import DEFAULT, KeepFraction, Recipe, attention
 from sparge.backends.triton import NAME
 from sparge.backends.triton.architectures import Architecture
 from sparge.backends.triton.launch import Launch
-from sparge.backends.triton.rates import DENSE_SHARE, Throughput, rates_of
+from sparge.backends.triton.roofline import DENSE_SHARE, Throughput, rates_of
 from sparge.cli.crossover_status import crossover_rows
 from sparge.engine.check import check_call
-from sparge.routing.crossover import DENSE_WAY, HEAD_DIMS, UnitCosts, name_of
+from sparge.values.backend import DENSE_WAY, HEAD_DIMS, UnitCosts, name_of
 from sparge.values.recipe import PRECISIONS
 
 from .gpu_rig import Rig, ratio
@@ -134,12 +134,13 @@ def sparse_from(rig: Rig) -> int | None:
     """The fewest tokens; None also if dense attention is faster at all of `LENGTHS`."""
     if rig.measured is None:
         return None
-    recipe = replace(DEFAULT, keep=KeepFraction(0.2))
+    density = 0.2
+    recipe = replace(DEFAULT, keep=KeepFraction(density))
     element = torch.empty((), dtype=torch.bfloat16, device=rig.device)
     for length in LENGTHS:
         x = element.expand(1, rig.heads, length, 128)
         call = check_call(x, x, x, is_causal=True, recipe=recipe)
-        if rig.measured.estimate(call).faster:
+        if rig.measured.estimate(call, density).faster:
             return length
     return None
 

@@ -9,8 +9,8 @@ from ...values.call import Call
 from ...values.host import Host
 from ...values.stages import PackedStages, Stages
 from . import library
-from .cost import COST
 from .op_arguments import block_kinds
+from .rates import RATES
 
 # Read once: a graph being traced then sees constants.
 MISSING, ISAS = library.why_missing(), library.available()
@@ -43,10 +43,11 @@ CPU_BACKEND = Backend(
     "native core for the processor, with the best instruction set it has",
     _stages,
     _refusal,
-    COST,
+    RATES,
     isa=lambda host, call: library.chosen_isa(ISAS),
     plain_operands=True,
     block_kinds=block_kinds,
     sums_keys=True,
     packed=_packed,
+    variables=(library.ENV_ISA,),
 )

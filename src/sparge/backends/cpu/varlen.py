@@ -8,7 +8,7 @@ layout of a separate call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,6 @@ from ...values.stages import AttendedPack, SomeOf
 from ...values.tokenmask import TokenMask
 from . import library
 from .attend import pv_skip_of
-from .cost import COST
 from .op_arguments import min_similarity
 from .prepare import Wanted, finite, results_wanted
 from .select import amount_of
@@ -98,12 +97,6 @@ def why_not_packed(call: Call, *, whole: bool) -> str | None:
     return None
 
 
-def faster_than_dense(calls: Mapping[int, Call]) -> Mapping[int, str]:
-    """By measured numbers only. What a call costs besides its rows and pairs is paid once for the
-    pack, so what the sequences save together must be more than that."""
-    return COST.dense_in_pack(calls)
-
-
 def attend_packed(
     call: Call,
     inputs: Inputs,
@@ -122,7 +115,7 @@ def attend_packed(
             mass = _predict(call, prepared, pack)
     with stage("select"):
         lists = _select(call, prepared, mass, pack)
-    left = () if some is None else _slower_than_dense(lists, pack, some)
+    left = () if some is None else _left_to_dense(lists, pack, some)
     if some is None:
         out = torch.empty((call.Lq, call.Hq, call.Dv), dtype=call.dtype)
         lse = torch.empty((call.Hq, call.Lq), dtype=torch.float32)
@@ -325,20 +318,16 @@ def _protected(call: Call) -> Tensor | None:
     return torch.tensor(ranges) if ranges else None
 
 
-def _slower_than_dense(lists: Lists, pack: PackTables, some: SomeOf) -> tuple[int, ...]:
-    """Sequences chosen by `auto` whose plan keeps so much that dense attention is faster."""
-    if not some.routed:
-        return ()
+def _left_to_dense(lists: Lists, pack: PackTables, some: SomeOf) -> tuple[int, ...]:
+    """Sequences whose plan keeps so much that dense attention is faster."""
     sums = [
         _cuts(x.sum(1, dtype=torch.int64))[pack.q_cuts].diff().tolist()
         for x in (lists.counts, lists.allowed)
     ]
-    sequences = zip(some.numbers, *sums, strict=True)
     return tuple(
         number
-        for number, kept, allowed in sequences
-        if (call := some.routed.get(number)) is not None
-        and not COST.after_counts(call, kept, allowed).faster
+        for number, kept, allowed in zip(some.numbers, *sums, strict=True)
+        if some.leaves(number, kept, allowed)
     )
 
 

@@ -14,9 +14,9 @@ from ...values.call import Call
 from ...values.host import Host
 from ...values.stages import PackedStages, Stages
 from .architectures import INTERPRETER, KINDS, Architecture, architecture_of
-from .cost import COST
 from .grids import why_too_large
 from .packages import installation, why_unusable
+from .rates import RATES
 
 NAME = "triton"
 ENV_INTERPRET = "TRITON_INTERPRET"
@@ -83,7 +83,7 @@ TRITON_BACKEND = Backend(
     "Triton kernels for GPUs",
     _stages,
     _refusal,
-    COST,
+    RATES,
     isa=_architecture_name,
     raises_heads=True,
     packed=_packed,

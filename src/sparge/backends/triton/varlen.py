@@ -3,7 +3,7 @@ once, however many sequences there are. Each result is, bit for bit, that of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
 
@@ -37,10 +37,6 @@ def why_not_packed(call: Call, *, whole: bool) -> str | None:
     if call.recipe.protect:
         return "protected ranges count from the end of each sequence"
     return None
-
-
-def faster_than_dense(calls: Mapping[int, Call]) -> Mapping[int, str]:
-    return {}  # torch's own kernels for GPUs are the better dense attention
 
 
 def attend_packed(

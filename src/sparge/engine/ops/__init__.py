@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...routing import backends, choose, get_backend, host
-from ...routing.call_cache import check_and_choose
-from ...routing.choose import asked_backend
+from ...routing import choose, current_router, get_backend
 from ...values.backend import AUTO, DENSE, Backend
 from ...values.blockplan import BlockPlan, plan_from_mask
 from ...values.call import Call, Inputs, work_dtype
 from ...values.recipe import KeepAll, Recipe, recipe_from_json
 from ...values.run import note
 from ...values.stages import Saved
+from ..call_cache import check_and_choose
 from ..check import check_boundaries, check_call, check_plan, check_varlen
 from ..execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
 from ..execute_varlen import run_varlen
@@ -176,11 +175,11 @@ def _check_gradient(call: Call, *, dense: bool) -> None:
 
 def _gradient_backend(call: Call, backend: str) -> Backend:
     """The backend that was asked for; the first that can where dense attention or `auto` was."""
-    asked, _ = asked_backend(backend)
-    if asked not in (AUTO, DENSE):
+    router = current_router()
+    requested, _ = router.requested(backend)
+    if requested not in (AUTO, DENSE):
         return get_backend(choose(call, backend, dense_ok=False).backend)
-    where = host(*call.where)
-    return next(b for b in backends() if b.refusal(where, call) is None)
+    return router.first_able(call)
 
 
 def _attention(given: Given) -> tuple[Tensor, ...]:

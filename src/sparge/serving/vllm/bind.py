@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .refusals import LEFT_DENSE, why_layer_not_served
-from .routing import OwnCost, Shape, settle_backend
+from .routing import OwnCost, Shape, calibrate_backend
 from .served import WORKER, ServedLayer
 from .serving import ServingImpl
 from .settings import asked_for, read_settings
@@ -74,5 +74,5 @@ def _served(name: str, impl: Any, config: Any, measure: Measure) -> ServedLayer:
         # A worker's own card is the current one.
         index=max(torch.accelerator.current_device_index(), 0) if on_card else 0,
     )
-    settle_backend(shape, settings.backend)
+    calibrate_backend(shape, settings.backend)
     return ServedLayer(name, shape, settings.backend, own=measure(impl, shape))

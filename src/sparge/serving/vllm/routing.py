@@ -8,14 +8,11 @@ copy of cached keys included.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
-from ...backends.cpu.cost import COST
-from ...routing import Choice, choose, settle
-from ...routing.choose import asked_backend
-from ...routing.crossover import CLEARLY, allowed_pairs, expected_density
+from ...routing import Choice, current_router
+from ...routing.crossover import allowed_pairs
 from ...values.backend import AUTO, CPU, DENSE
 from ...values.call import Call
 from ...values.geometry import BLOCK_Q
@@ -71,16 +68,17 @@ class Shape:
         )
 
 
-def settle_backend(shape: Shape, backend: str) -> Choice:
+def calibrate_backend(shape: Shape, backend: str) -> Choice:
     """The choice for a long prompt, after a calibration if numbers are missing; a named backend
     that cannot serve such a call raises `Unsupported`."""
     call = shape.call(Request(0, LONG, LONG))
-    return settle(call, choose(call, backend))
+    router = current_router()
+    return router.calibrate(call, router.choose(call, backend))
 
 
 def named_backend(backend: str) -> str | None:
     """The backend that settings or `SPARGE_BACKEND` name; None for `auto`."""
-    name, _ = asked_backend(backend)
+    name, _ = current_router().requested(backend)
     return None if name == AUTO else name
 
 
@@ -98,21 +96,23 @@ def why_not(
     if request.Lq < BLOCK_Q:
         return FEW_QUERIES
     call = shape.call(request)
-    chosen = _choose(call, COST.generation)
+    chosen = _choose(call)
     if chosen == DENSE:
         return PREDICTED_DENSE
     if own is None or chosen != CPU:
         return ""
-    expected = expected_density(call) if density is None else density
-    ours = COST.crossover().predict_sparse(call, expected)
-    ours += 0.0 if request.fresh else own.key * request.Lk
-    return "" if ours < CLEARLY * own.pair * call.Hq * _pairs(request, call) else PREDICTED_OWN
+    theirs = own.pair * call.Hq * _pairs(request, call)
+    copying = 0.0 if request.fresh else own.key * request.Lk
+    ours_is_faster = current_router().is_faster_than(
+        theirs, call, chosen, density=density, more=copying
+    )
+    return "" if ours_is_faster else PREDICTED_OWN
 
 
 def chosen_backend(shape: Shape, request: Request, backend: str) -> str:
     """The name to call `attention` with. Named even where `auto` chose it: vLLM's attention takes
     the place of dense attention, so a plan must not be routed to that afterwards."""
-    return named_backend(backend) or _choose(shape.call(request), COST.generation)
+    return named_backend(backend) or _choose(shape.call(request))
 
 
 def _pairs(request: Request, call: Call) -> int:
@@ -121,6 +121,6 @@ def _pairs(request: Request, call: Call) -> int:
     return allowed_pairs(own)
 
 
-@lru_cache(maxsize=4096)
-def _choose(call: Call, generation: int) -> str:
-    return choose(call, AUTO).backend
+def _choose(call: Call) -> str:
+    router = current_router()
+    return router.answer(call, lambda: router.choose(call)).backend

@@ -1,4 +1,4 @@
-"""NOUN what each layer kept of its blocks, learnt from its calls without waiting for the card.
+"""What each layer kept of its blocks, learnt from its calls without waiting for the card.
 
 A plan stays on the device. Now and then its two sums are copied to the host behind the kernels that
 are under way, and looked at in a later call, once they have arrived. A layer that keeps more than
@@ -14,18 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...routing.crossover import expected_density
-from ...support.accelerator import accelerator, to_host
-from ...values.blockplan import BlockPlan
-from ...values.call import Call
+from ..support.accelerator import accelerator, capturing, to_host
+from ..support.turns import HOST
+from ..values.blockplan import BlockPlan
+from ..values.call import Call
 
-UNSEEN_DENSITY = 0.4
-"""What `KeepMass` and `KeepError` are expected to keep of a long row, before any was seen.
-
-With what `expected_density` adds for short rows, that is a little more than was measured: 0.70 at
-2048 causal tokens (measured: 0.62), 0.55 at 4096 (0.50), 0.48 at 8192 (0.31 to 0.35), 0.42 at
-32,768 (0.36); images of 4096 tokens 0.48 (0.28 to 0.35). A cautious number would never be
-corrected: a layer that runs sparse is learnt from, one that runs dense is not."""
 MOVED = 0.05
 """Change of a density that counts. Less would choose again for each prompt."""
 WEIGHT = 0.25
@@ -54,15 +47,13 @@ class Densities:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._layers: dict[Hashable, _Layer] = {}
+        self._under_way: list[tuple[str, Call, Arrived]] = []
+        self._looks = True
 
     def learnt(self, call: Call) -> float | None:
         """What this layer kept in earlier calls; None if that is not known."""
         found = self._layers.get(_layer_of(call))
         return None if found is None else found.expected
-
-    def expected(self, call: Call) -> float:
-        learnt = self.learnt(call)
-        return expected_density(call, UNSEEN_DENSITY) if learnt is None else learnt
 
     def learn(self, call: Call, kept: int, allowed: int) -> bool:
         """Whether what is expected of such calls has changed."""
@@ -77,6 +68,31 @@ class Densities:
                 return False
             layer.expected = layer.latest
             return True
+
+    def look_at(self, backend: str, call: Call, plan: BlockPlan) -> None:
+        """Send what a plan on a device keeps on its way, if it is due; not while a graph is
+        captured there."""
+        if plan.counts.device.type in HOST or not self._looks:
+            return
+        if capturing(torch.device(*call.where)) or not self.due(call):
+            return
+        try:
+            arrived = counts_later(plan)
+        except RuntimeError:  # no pinned memory here; a call does not fail for that
+            self._looks = False
+            return
+        with self._lock:
+            self._under_way.append((backend, call, arrived))
+
+    def take_arrived(self, kind: str, index: int) -> list[tuple[str, Call, int, int]]:
+        """Backends, calls, and their kept and allowed blocks, as far as these have arrived. Nothing
+        is asked for while a graph is captured on the device: that would end the capture."""
+        if not self._under_way or capturing(torch.device(kind, index)):
+            return []
+        with self._lock:
+            looked = [(sent, sent[2]()) for sent in self._under_way]
+            self._under_way = [sent for sent, counts in looked if counts is None]
+        return [(*sent[:2], *counts) for sent, counts in looked if counts is not None]
 
     def due(self, call: Call) -> bool:
         """Counts a call; whether to look at what it keeps."""

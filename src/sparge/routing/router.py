@@ -1,0 +1,484 @@
+"""The router: which backends there are, what they cost here, and which of them a call gets.
+
+It alone reads the environment and the machine. What it finds goes, as values, to the pure functions
+of choice.py. Numbers come from the cost file, from a measurement inside the first call that needs
+them (`SPARGE_CALIBRATE=0` turns that off), or from a backend's own estimate until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import metadata
+from itertools import count, pairwise
+from typing import TypeVar
+
+import torch
+
+from ..backends.cpu import CPU_BACKEND
+from ..backends.dense import dense_refusal
+from ..backends.reference import REFERENCE
+from ..backends.triton import TRITON_BACKEND
+from ..support.accelerator import capturing
+from ..values.backend import AUTO, DENSE, ENV_BACKEND, Backend, Place, Rates
+from ..values.blockplan import BlockPlan
+from ..values.call import Call
+from ..values.geometry import diagonal_offset
+from ..values.host import host
+from ..values.recipe import KeepAll
+from . import cost_file
+from .calibration import measure, measure_apart
+from .choice import (
+    ENV_CALIBRATE,
+    Choice,
+    Chosen,
+    Environment,
+    Numbers,
+    choose_backend,
+    choose_by_plan,
+    choose_dense_pack,
+    compare_with_dense,
+    decide_without_numbers,
+    density_of,
+    is_long,
+    keep_everything,
+    way_out,
+    would_measure,
+)
+from .crossover import CLEARLY, Crossover, costs_of
+from .densities import Densities
+
+OURS = (TRITON_BACKEND, CPU_BACKEND, REFERENCE)
+MOST_ANSWERS = 1024
+LOGGER = logging.getLogger("sparge")
+T = TypeVar("T")
+Cuts = tuple[list[int], list[int]]
+"""Where packed sequences begin and end: of the queries, and of the keys."""
+
+
+@dataclass
+class _Known:
+    """The numbers of a backend at a place. tried: costs that a call has begun to measure, by
+    process; measuring: the processes in which one does: a fork has no thread to wait for.
+    logged: kinds of reasons for dense attention that were logged."""
+
+    estimate: Crossover | str
+    measured: Crossover | None
+    failure: str = ""
+    tried: set[tuple[int, Collection[str] | None]] = field(default_factory=set)
+    measuring: dict[int, object] = field(default_factory=dict)
+    logged: set[str] = field(default_factory=set)
+
+
+class Router:
+    """backends: fastest first. costs: numbers by name of a backend, used at every place instead of
+    those in the cost file. measure: what measures a backend, as `calibration.measure` does."""
+
+    def __init__(
+        self,
+        backends: Iterable[Backend] = OURS,
+        *,
+        costs: Mapping[str, Crossover] | None = None,
+        measure: Callable[..., Crossover] = measure,
+    ) -> None:
+        self._backends = {backend.name: backend for backend in backends}
+        self._costs = dict(costs or {})
+        self._measure = measure
+        self._known: dict[tuple[str, Place], _Known] = {}
+        self._densities = Densities()
+        self._counter = count()
+        self.answers: dict[Hashable, object] = {}
+        self._changed()
+
+    # --- backends ---------------------------------------------------------------------------------
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The backends that have stages, fastest first."""
+        return tuple(self._backends.values())
+
+    def backend(self, name: str) -> Backend:
+        return self._backends[name]
+
+    def register(self, backend: Backend) -> None:
+        if not isinstance(backend, Backend):
+            raise TypeError(f"backend must be a sparge.Backend, got {type(backend).__name__}")
+        if backend.name in (AUTO, DENSE, *self._backends):
+            raise ValueError(f"backend name {backend.name!r} is taken; choose another")
+        self._backends = {backend.name: backend, **self._backends}
+        self._changed()
+
+    def unregister(self, name: str) -> None:
+        if name in {backend.name for backend in OURS} or name not in self._backends:
+            raise ValueError(f"name must be of a backend that was registered, got {name!r}")
+        self._backends = {n: b for n, b in self._backends.items() if n != name}
+        self._changed()
+
+    def first_able(self, call: Call) -> Backend:
+        """The fastest backend that serves a call, whether dense attention is faster or not."""
+        where = host(*call.where)
+        return next(b for b in self.backends if b.refusal(where, call) is None)
+
+    # --- choosing ---------------------------------------------------------------------------------
+
+    def environment(self) -> Environment:
+        compiling = torch.compiler.is_compiling()
+        return Environment(os.environ.get(ENV_BACKEND), os.environ.get(ENV_CALIBRATE), compiling)
+
+    def requested(self, backend: str) -> tuple[str, str]:
+        """The name that the caller or the environment asks for, and which of them does."""
+        return self.environment().requested(backend)
+
+    def choose(self, call: Call, backend: str = AUTO, *, dense_ok: bool = True) -> Choice:
+        """`dense_ok=False` for the single stages, which dense attention does not have."""
+        where, environment = host(*call.where), self.environment()
+        refusals = {b.name: b.refusal(where, call) for b in self.backends}
+        if dense_ok:
+            refusals[DENSE] = dense_refusal(where, call)
+        numbers: dict[str, Numbers] = {}
+        if dense_ok and not environment.compiling and environment.requested(backend)[0] == AUTO:
+            self._learn_arrived(call)
+            numbers = {
+                b.name: self.numbers(b, call)
+                for b in self.backends
+                if refusals[b.name] is None
+                and isinstance(b.cost, Rates)
+                and decide_without_numbers(call, b.cost, environment) is None
+            }
+        choice = choose_backend(
+            call,
+            backend,
+            backends=self.backends,
+            refusals=refusals,
+            numbers=numbers,
+            environment=environment,
+        )
+        if choice.backend == DENSE:
+            for name, found in numbers.items():
+                if self._rates(name).by_kind:
+                    self._log_dense(call, self._backends[name], found, environment)
+        return choice
+
+    def answer(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()`, or what it returned before for this key in the same environment, with the same
+        backends and numbers. Nobody changes what is returned."""
+        values = map(os.environ.get, self._variables)
+        whole = (key, self._changes, torch.get_num_threads(), *values)
+        try:
+            found: T | None = self.answers.get(whole)  # type: ignore[assignment]
+        except TypeError:  # an argument that cannot be hashed; it will be refused
+            return make()
+        if found is None:
+            found = make()
+            if len(self.answers) >= MOST_ANSWERS:
+                self.answers.clear()
+            self.answers[whole] = found
+        return found
+
+    def choose_after_plan(self, plan: BlockPlan, call: Call, choice: Choice) -> Choice:
+        """The choice again once the plan is known: dense attention if that is faster now.
+
+        The only place on the way of a call that may read numbers of a tensor: of a device that is
+        not the host, what the plan keeps is learnt later.
+        """
+        rates = None if choice.estimate is None else self._backends[choice.backend].cost
+        if not isinstance(rates, Rates):
+            return choice
+        if rates.on_host:
+            costs = self._crossover(self._backends[choice.backend], call)
+            return choose_by_plan(choice, costs.estimate_plan(call, plan))
+        self._learn_arrived(call)
+        self._densities.look_at(choice.backend, call, plan)
+        return choice
+
+    def dense_is_faster(self, call: Call, choice: Choice, kept: int, allowed: int) -> bool:
+        """The same for a plan without raised heads, by the blocks that it keeps and may keep."""
+        backend = self._backends[choice.backend]
+        fixed = choice.estimate is None or not isinstance(backend.cost, Rates)
+        if fixed or choice.routed_to_dense:
+            return False
+        costs = self._crossover(backend, call)
+        blocks = call.B * call.Hq * call.n_q * call.n_k
+        return not costs.estimate_kept(call, kept, allowed, blocks).faster
+
+    def is_faster_than(
+        self, seconds: float, call: Call, backend: str, *, density: float | None, more: float
+    ) -> bool:
+        """Whether a backend, with `more` seconds on top, is clearly faster than another attention
+        that takes so many seconds. density: expected if None."""
+        chosen = self._backends[backend]
+        if density is None:
+            density = density_of(call, self._rates(backend), self.numbers(chosen, call))
+        ours = self._crossover(chosen, call).predict_sparse(call, density)
+        return ours + more < CLEARLY * seconds
+
+    def choose_pack(self, call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
+        """What each packed sequence gets, by its own lengths; once for all of the same lengths, and
+        once for packs of the same cuts: the layers of a model ask one after another."""
+        key = (call, *map(tuple, cuts), backend, align)
+        return self.answer(key, lambda: self._choose_pack(call, cuts, backend, align))
+
+    def _choose_pack(self, call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
+        lengths = list(zip(*([b - a for a, b in pairwise(ends)] for ends in cuts), strict=True))
+        known: dict[tuple[int, ...], Chosen] = {}
+        for Lq, Lk in dict.fromkeys(lengths):
+            one = replace(call, Lq=Lq, Lk=Lk, offset=diagonal_offset(Lq, Lk, align))
+            known[Lq, Lk] = one, self.choose(one, backend)
+        chosen = dict(enumerate(known[pair] for pair in lengths))
+        if not call.needs_grad:
+            dense = {i: x for i, x in chosen.items() if x[1].routed_to_dense}
+            chosen |= self._choose_dense_pack(dense)
+        return list(chosen.values())
+
+    def _choose_dense_pack(self, dense: Mapping[int, Chosen]) -> dict[int, Chosen]:
+        for backend in self.backends if dense else ():
+            rates, first = backend.cost, keep_everything(next(iter(dense.values()))[0])
+            packs = isinstance(rates, Rates) and rates.packs_dense and backend.packed is not None
+            if not packs or backend.refusal(host(*first.where), first) is not None:
+                continue
+            if found := choose_dense_pack(backend, self._crossover(backend, first), dense):
+                return found
+        return {}
+
+    # --- numbers ----------------------------------------------------------------------------------
+
+    def crossover(self, name: str, kind: str, index: int = 0) -> Crossover | str:
+        """The costs in force on a device: measured or estimated; or why there are none."""
+        known = self._known_at(self._backends[name], kind, index)
+        return known.measured or known.estimate
+
+    def failure(self, name: str, kind: str, index: int = 0) -> str:
+        """Why the last calibration inside a call failed; "" if none did."""
+        return self._known_at(self._backends[name], kind, index).failure
+
+    def key(self, name: str, kind: str, index: int = 0) -> dict[str, str]:
+        """What a measurement on a device depends on."""
+        rates = self._rates(name)
+        return _whole_key(rates, rates.place(kind, index))
+
+    def measure(self, name: str, kind: str, index: int = 0) -> Crossover:
+        """Measure every cost of a backend on a device now; `adopt` uses the result."""
+        backend, rates = self._backends[name], self._rates(name)
+        place = rates.place(kind, index)
+        return replace(self._measure(backend, place), key=_whole_key(rates, place))
+
+    def adopt(self, crossover: Crossover, name: str, kind: str, index: int = 0) -> str:
+        """Use costs measured on a device from now on, with those known before that they do not
+        replace, and store them; returns why they are not stored, or ""."""
+        known = self._known_at(self._backends[name], kind, index)
+        stored, _ = cost_file.read(crossover.key, complete=False)
+        for older in (known.measured, stored):  # another process may have stored more
+            if older is not None and older.key == crossover.key:
+                crossover = replace(crossover, costs={**older.costs, **crossover.costs})
+        known.measured, known.failure = crossover, ""
+        self._changed()
+        return cost_file.write(crossover)
+
+    def calibrate(self, call: Call, choice: Choice) -> Choice:
+        """The choice again after measuring what it lacks; the same if nothing was measured."""
+        if not choice.provisional or torch.compiler.is_compiling():
+            return choice
+        where = host(*call.where)
+        able = [b for b in self.backends if b.refusal(where, call) is None]
+        changed = [self._calibrate(backend, call) for backend in able]
+        return self.choose(call) if any(changed) else choice
+
+    def calibrate_pack(self, call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
+        """`choose_pack`, made again if a calibration gives other numbers."""
+        chosen = self.choose_pack(call, cuts, backend, align)
+        one = next((x for x in chosen if x[1].provisional), None)
+        if one is None or self.calibrate(*one) is one[1]:
+            return chosen
+        return self.choose_pack(call, cuts, backend, align)
+
+    def _calibrate(self, backend: Backend, call: Call) -> bool:
+        """Measure what calls of this kind need, once per place and process; True if there is news.
+        Nobody waits but the caller, and nothing is measured while its stream is captured."""
+        rates = backend.cost
+        if not isinstance(rates, Rates) or capturing(torch.device(*call.where)):
+            return False
+        numbers = self.numbers(backend, call)
+        if not would_measure(call, rates, numbers, self.environment()):
+            return False
+        known, process, own = self._known_at(backend, *call.where), os.getpid(), object()
+        place, wanted = rates.place(*call.where), _wanted(rates, call)
+        if known.measuring.setdefault(process, own) is not own:
+            return False
+        try:
+            if (process, wanted) in known.tried:
+                return False
+            known.tried.add((process, wanted))
+            run = partial(self._measure, backend, place, wanted=wanted, in_call=True)
+            found = measure_apart(lambda proceed: run(proceed=proceed))
+            current = known.measured if numbers.measured else None
+            # A measurement that was disturbed more than the current one is not worth keeping.
+            if current is None or found.steady or found.disturbance <= current.disturbance:
+                found = replace(found, key=_whole_key(rates, place))
+                self.adopt(found, backend.name, *call.where)
+        except Exception as error:
+            known.failure = f"{type(error).__name__}: {error}"
+        except BaseException:  # Ctrl-C; the next call tries again
+            known.tried.discard((process, wanted))
+            raise
+        finally:
+            del known.measuring[process]
+            self._changed()  # also for choices that were made meanwhile
+        return True
+
+    def learn(self, backend: str, call: Call, kept: int, allowed: int) -> None:
+        """Take in what a call kept, from whoever has read it. Choices are made again only if this
+        one would be another."""
+        chosen, rates = self._backends[backend], self._rates(backend)
+        before = self.numbers(chosen, call)
+        if not self._densities.learn(call, kept, allowed) or isinstance(before.costs, str):
+            return
+        after = replace(before, density=self._densities.learnt(call))
+        was, now = (
+            before.costs.estimate(call, density_of(call, rates, numbers)).faster
+            for numbers in (before, after)
+        )
+        if was != now:
+            self._changed()
+
+    def _learn_arrived(self, call: Call) -> None:
+        for arrived in self._densities.take_arrived(*call.where):
+            self.learn(*arrived)
+
+    def numbers(self, backend: Backend, call: Call) -> Numbers:
+        """What is known of the speed of a backend for a call."""
+        rates = self._rates(backend.name)
+        known = self._known_at(backend, *call.where)
+        costs = known.estimate
+        if known.measured is not None and known.measured.knows(call):
+            costs = known.measured
+        return Numbers(
+            costs,
+            known.estimate,
+            density=None if rates.on_host else self._densities.learnt(call),
+            failure=known.failure,
+            outdated=isinstance(costs, Crossover) and costs.is_outdated(rates.retry_after),
+            tried=(os.getpid(), _wanted(rates, call)) in known.tried,
+        )
+
+    def _crossover(self, backend: Backend, call: Call) -> Crossover:
+        costs = self.numbers(backend, call).costs
+        assert isinstance(costs, Crossover), costs
+        return costs
+
+    def _rates(self, name: str) -> Rates:
+        rates = self._backends[name].cost
+        assert isinstance(rates, Rates), f"{name} has a fixed cost"
+        return rates
+
+    def _known_at(self, backend: Backend, kind: str, index: int) -> _Known:
+        rates = self._rates(backend.name)
+        place = rates.place(kind, index)
+        found = self._known.get((backend.name, place))
+        if found is None:
+            given = self._costs.get(backend.name)
+            made = _read(rates, place) if given is None else _Known(given, given)
+            found = self._known.setdefault((backend.name, place), made)
+        return found
+
+    def _changed(self) -> None:
+        """Backends or numbers are others now: answers that were kept hold no longer."""
+        self._changes = next(self._counter)
+        variables = [name for backend in self.backends for name in backend.variables]
+        self._variables = (ENV_BACKEND, ENV_CALIBRATE, *variables)
+
+    def _log_dense(
+        self, call: Call, backend: Backend, numbers: Numbers, environment: Environment
+    ) -> None:
+        """Log, once for a device and kind of reason, that a long call runs dense attention there.
+        Where it was measured there is nothing to be done about it; else there is, hence the
+        level."""
+        known = self._known_at(backend, *call.where)
+        estimate = compare_with_dense(call, backend, numbers, environment)
+        kind = estimate.source or "no numbers"
+        if (
+            estimate.provisional
+            or known.measuring
+            or isinstance(call.recipe.keep, KeepAll)
+            or not is_long(call, numbers.costs)
+            or kind in known.logged
+        ):
+            return
+        known.logged.add(kind)
+        anyway = f'backend="{backend.name}" runs the kernels anyway'
+        LOGGER.log(
+            logging.INFO if numbers.measured else logging.WARNING,
+            'backend="auto" runs dense attention on %s (%s), for %s and calls like it: %s; %s',
+            host(*call.where).device(call.device).name,
+            ":".join(map(str, call.where)),
+            call,
+            estimate.reason.removesuffix(f"; {way_out(backend)}"),
+            anyway if numbers.measured else way_out(backend),
+        )
+
+
+def _read(rates: Rates, place: Place) -> _Known:
+    """As a process begins that has measured nothing yet."""
+    costs = rates.estimate(place)
+    stored, _ = cost_file.read(_whole_key(rates, place), complete=not rates.by_kind)
+    if isinstance(costs, str):
+        return _Known(costs, stored)
+    return _Known(Crossover(costs, estimated_by=rates.estimated_by), stored)
+
+
+def _whole_key(rates: Rates, place: Place) -> dict[str, str]:
+    try:
+        version = metadata.version("sparge")
+    except metadata.PackageNotFoundError:
+        version = "not installed"
+    return {**rates.key(place), "torch": torch.__version__, "sparge": version}
+
+
+def _wanted(rates: Rates, call: Call) -> tuple[str, ...] | None:
+    """Names of the costs that a call measures; None is all of them."""
+    return costs_of(call) if rates.by_kind else None
+
+
+_current = Router()
+
+
+def current_router() -> Router:
+    """The router that every call asks."""
+    return _current
+
+
+@contextmanager
+def use_router(router: Router) -> Iterator[Router]:
+    """Every call of the process asks another router inside the block."""
+    global _current
+    before, _current = _current, router
+    try:
+        yield router
+    finally:
+        _current = before
+
+
+def register_backend(backend: Backend) -> None:
+    """Add a backend before those registered so far; the conformance suite then runs on it too."""
+    _current.register(backend)
+
+
+def unregister_backend(name: str) -> None:
+    _current.unregister(name)
+
+
+def backends() -> tuple[Backend, ...]:
+    """The backends that have stages, fastest first."""
+    return _current.backends
+
+
+def get_backend(name: str) -> Backend:
+    return _current.backend(name)
+
+
+def choose(call: Call, backend: str = AUTO, *, dense_ok: bool = True) -> Choice:
+    """`Router.choose` of the current router."""
+    return _current.choose(call, backend, dense_ok=dense_ok)
