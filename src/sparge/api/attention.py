@@ -11,7 +11,13 @@ from torch import Tensor
 from ..backends.dense import attend_dense
 from ..backends.reference.sampled_error import sampled_error as _sampled_error
 from ..engine.check import check_call, check_plan
-from ..engine.execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
+from ..engine.execute import (
+    run_attend,
+    run_attention,
+    run_plan,
+    tokens_of,
+    without_grad_and_autocast,
+)
 from ..engine.ops import facts_of, plan_of_tensors
 from ..routing import Choice
 from ..routing.call_cache import check_and_choose
@@ -251,7 +257,7 @@ def sampled_error(
     )
     check_plan(plan, call, query.device)
     inputs = Inputs(query, key, value, as_4d(attn_mask))
-    with undisturbed(call.device):
+    with without_grad_and_autocast(call.device):
         return _sampled_error(call, inputs, plan, tokens_of(call, inputs))
 
 

@@ -17,9 +17,9 @@ from ..values.call import Call, Inputs, work_dtype
 from ..values.geometry import diagonal_offset
 from ..values.recipe import KeepAll, Recipe
 from ..values.run import Run, note, when_read
-from ..values.stages import AttendedPack, PackedStages, SomeOf
+from ..values.stages import AttendedPack, ChosenSequences, PackedStages
 from .counted import count_blocks
-from .execute import run_attention, run_dense, run_of_counted, tokens_of, undisturbed
+from .execute import run_attention, run_dense, run_of_counted, tokens_of, without_grad_and_autocast
 from .stopwatch import Stopwatch
 
 Cuts = tuple[list[int], list[int]]
@@ -96,8 +96,8 @@ class _Work:
                 for i, (one, choice) in team.each.items()
                 if choice.estimate is not None and not choice.routed_to_dense
             }
-            some = SomeOf(list(team.each), routed, (self.out, self.lse))
-        with undisturbed(team.call.device):
+            some = ChosenSequences(list(team.each), routed, (self.out, self.lse))
+        with without_grad_and_autocast(team.call.device):
             given = (team.call, inputs, self.cuts, self.align, watch.stage, some)
             done = team.stages.attend_packed(*given)
         self.out, self.lse = done.out, done.lse
