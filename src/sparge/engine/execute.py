@@ -48,7 +48,7 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
     if choice.backend == DENSE:
         return run_dense(call, inputs, tokens, watch)
     backend = get_backend(choice.backend)
-    with undisturbed(call.device):
+    with without_grad_and_autocast(call.device):
         tokens = with_kinds(backend, tokens)
         prepared, plan = _plan(call, inputs, tokens, backend, watch, to_attend=True)
         if not call.needs_grad:  # the backward needs the plan
@@ -63,7 +63,7 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
 def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:
     choice = choose(call, backend, dense_ok=False)
     watch = Stopwatch(call, choice, inputs.query.device)
-    with undisturbed(call.device):
+    with without_grad_and_autocast(call.device):
         chosen = get_backend(choice.backend)
         tokens = with_kinds(chosen, tokens_of(call, inputs))
         _, plan = _plan(call, inputs, tokens, chosen, watch, to_attend=False)
@@ -76,7 +76,7 @@ def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> 
     chosen = get_backend(choice.backend)
     stages = chosen.stages()
     watch = Stopwatch(call, choice, inputs.query.device)
-    with undisturbed(call.device):
+    with without_grad_and_autocast(call.device):
         tokens = with_kinds(chosen, tokens_of(call, inputs))
         if call.has_mask and not plan.has_mask:
             # Blocks that the mask hides wholly are neither attended nor counted.
@@ -211,7 +211,7 @@ def _run(
 
 
 @contextmanager
-def undisturbed(device: str) -> Iterator[None]:
+def without_grad_and_autocast(device: str) -> Iterator[None]:
     """Stages compute without autograd, and autocast must not touch the integers in their sums."""
     with torch.no_grad(), without_autocast(device):
         yield

@@ -16,9 +16,9 @@ from ..values.backend import DENSE
 from ..values.call import Call, Inputs, work_dtype
 from ..values.recipe import Recipe
 from ..values.run import Run, note, when_read
-from ..values.stages import AttendedPack, PackedStages, SomeOf
+from ..values.stages import AttendedPack, ChosenSequences, PackedStages
 from .counted import count_blocks
-from .execute import run_attention, run_dense, run_of_counted, tokens_of, undisturbed
+from .execute import run_attention, run_dense, run_of_counted, tokens_of, without_grad_and_autocast
 from .stopwatch import Stopwatch
 
 
@@ -91,8 +91,8 @@ class _Work:
             def leaves(i: int, kept: int, allowed: int) -> bool:
                 return router.dense_is_faster(*team.each[i], kept, allowed)
 
-            some = SomeOf(list(team.each), leaves, (self.out, self.lse))
-        with undisturbed(team.call.device):
+            some = ChosenSequences(list(team.each), leaves, (self.out, self.lse))
+        with without_grad_and_autocast(team.call.device):
             given = (team.call, inputs, self.cuts, self.align, watch.stage, some)
             done = team.stages.attend_packed(*given)
         self.out, self.lse = done.out, done.lse

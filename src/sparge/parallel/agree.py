@@ -31,7 +31,7 @@ def agree(exchange: Exchange, facts: dict[str, Any], own: list[int]) -> list[lis
     if len(set(digests)) > 1 or "refused" in facts:
         body = torch.tensor(list(text), dtype=torch.uint8, device=exchange.device)
         bodies = exchange.gather("agree", body, [found[-1] for found in numbers_of])
-        said = [json.loads(bytes(each.tolist())) for each in bodies]
+        said = [json.loads(bytes(body.tolist())) for body in bodies]
         return _disagreement(said, digests)
     return [found[: len(own)] for found in numbers_of]
 
@@ -39,8 +39,8 @@ def agree(exchange: Exchange, facts: dict[str, Any], own: list[int]) -> list[lis
 def _disagreement(said: list[dict[str, Any]], digests: list[bytes]) -> str:
     refused = {rank: facts["refused"] for rank, facts in enumerate(said) if "refused" in facts}
     if refused:
-        each = "; ".join(f"rank {rank}: {reason}" for rank, reason in refused.items())
-        return f"ring_attention was refused on another rank, so on all: {each}"
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in refused.items())
+        return f"ring_attention was refused on another rank, so on all: {reasons}"
     common, _ = Counter(digests).most_common(1)[0]
     usual = said[digests.index(common)]
     lines = []

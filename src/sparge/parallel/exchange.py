@@ -95,9 +95,9 @@ class Exchange:
     ) -> list[Tensor]:
         """The messages of all ranks, each sent to all. sizes: None if all are as long."""
         ranks = range(self.world)
-        each = sizes or [message.numel()] * self.world
+        n_bytes = sizes or [message.numel()] * self.world
         found = self.swap(
-            purpose, dict.fromkeys(ranks, message), dict(zip(ranks, each, strict=True))
+            purpose, dict.fromkeys(ranks, message), dict(zip(ranks, n_bytes, strict=True))
         )
         return [found[rank] for rank in ranks]
 

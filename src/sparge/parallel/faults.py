@@ -1,8 +1,8 @@
 """A rank that fails tells the others why, so that each of them can name it.
 
-A word is left in the group's store. A rank whose message does not come reads there what its peer
-failed of; a peer that leaves no word is gone, or hangs. Then the rank closes its own connections:
-who waits for it fails at once, and not at the group's time-out.
+A failing rank writes its error to the group's store. A rank whose receive fails looks up its peer's
+error there; without one, it reports the peer dead. Then it closes its own connections, so that
+ranks that wait for it fail at once instead of at the group's time-out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankError(RuntimeError):
 
 
 class Blackboard:
-    """Words of the ranks of a group about one call, in the group's store."""
+    """Errors of the ranks of a group in one call, in the group's store."""
 
     def __init__(self, group: Any, call: int) -> None:
         with suppress(Exception):  # private to torch: without it, peers are named without a reason
@@ -45,7 +45,7 @@ class Blackboard:
             self._store.set(f"{self._key}/{rank}", json.dumps(word))
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """The word of a rank, waiting `GRACE` seconds for it; None if there is none."""
+        """The error of a rank, waiting `GRACE` seconds for it; None if there is none."""
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
             try:

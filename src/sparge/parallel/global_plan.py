@@ -25,7 +25,7 @@ from ..values.qtensor import QTensor
 from ..values.stages import KeySums, Prepared, PreparedKeys, PreparedQueries
 from ..values.tokenmask import TokenMask
 from .exchange import Exchange
-from .layout import Held, places
+from .layout import Held, Layout, places
 from .messages import Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
 from .reshard import pieces_of, place_rows
 
@@ -147,74 +147,44 @@ class Share:
     rank: int
     unit: Unit
 
-    @property
-    def _sampled(self) -> list[tuple[int, int]]:
-        """Rows that prediction scores: their places in the rank's tensor and in the unit."""
-        return list(sampled_of(self.held, self.rank, own_blocks(self.held, self.rank, self.unit)))
-
     def heads(self, rows: Rows) -> slice:
         head, group = self.unit.head, self.held.call.Hq // self.held.call.Hk
         return slice(head, head + 1) if rows.of_keys else slice(head * group, (head + 1) * group)
 
     def spec(self, field: Field) -> Spec:
         heads = self.heads(field.rows)
-        shape = (self.held.call.B, heads.stop - heads.start, self._length(field.rows))
+        layout = self._layout(field.rows)
+        n = len(self._places(field.rows)) if layout is None else layout.length(self.rank)
+        shape = (self.held.call.B, heads.stop - heads.start, n)
         return Spec((*shape, *field.tail), field.dtype)
 
-    def _length(self, rows: Rows) -> int:
-        held = self.held
-        match rows:
-            case Rows.KEYS:
-                return held.k_layout.length(self.rank)
-            case Rows.KEY_BLOCKS:
-                return len(held.k_blocks(self.rank))
-            case Rows.QUERIES:
-                return held.q_layout.length(self.rank)
-            case Rows.SAMPLED_QUERIES:
-                return len(self._sampled)
-            case Rows.QUERY_BLOCKS:
-                return len(own_blocks(held, self.rank, self.unit))
+    def _layout(self, rows: Rows) -> Layout | None:
+        """Of rows that are all sent, in the order of the sequence."""
+        return {Rows.KEYS: self.held.k_layout, Rows.QUERIES: self.held.q_layout}.get(rows)
+
+    def _places(self, rows: Rows) -> list[tuple[int, int]]:
+        """Of other rows: their places in the rank's tensor and in the unit."""
+        held, rank, first = self.held, self.rank, self.unit.first
+        if rows is Rows.KEY_BLOCKS:
+            return list(enumerate(held.k_blocks(rank)))
+        at, blocks = held.q_blocks(rank), own_blocks(held, rank, self.unit)
+        if rows is Rows.QUERY_BLOCKS:
+            return [(at.index(i), i - first) for i in blocks]
+        return [(own, row - first * BLOCK_Q) for own, row in sampled_of(held, rank, blocks)]
 
     def cut(self, x: Tensor, rows: Rows) -> Tensor:
         """What of a tensor of all heads of this rank travels."""
         x = x[:, self.heads(rows)]
-        if rows is Rows.SAMPLED_QUERIES:
-            return x[:, :, places([own for own, _ in self._sampled], x.device)]
-        if rows is Rows.QUERY_BLOCKS:
-            at = self.held.q_blocks(self.rank)
-            blocks = own_blocks(self.held, self.rank, self.unit)
-            return x[:, :, places([at.index(i) for i in blocks], x.device)]
-        return x
+        if self._layout(rows) is not None:
+            return x
+        return x[:, :, places([own for own, _ in self._places(rows)], x.device)]
 
     def place(self, whole: Tensor, x: Tensor, rows: Rows) -> None:
         """What came to where it stands in the unit."""
-        held, first = self.held, self.unit.first
-        match rows:
-            case Rows.KEYS:
-                place_rows(whole, held.k_layout, self.rank, x, dim=2)
-            case Rows.QUERIES:
-                place_rows(whole, held.q_layout, self.rank, x, dim=2)
-            case Rows.KEY_BLOCKS:
-                whole[:, :, places(held.k_blocks(self.rank), x.device)] = x
-            case Rows.SAMPLED_QUERIES:
-                at = [row - first * BLOCK_Q for _, row in self._sampled]
-                whole[:, :, places(at, x.device)] = x
-            case Rows.QUERY_BLOCKS:
-                blocks = own_blocks(held, self.rank, self.unit)
-                whole[:, :, places([i - first for i in blocks], x.device)] = x
-
-
-def unit_length(call: Call, rows: Rows) -> int:
-    """Rows of all ranks. call: of the unit."""
-    match rows:
-        case Rows.KEYS:
-            return call.Lk
-        case Rows.KEY_BLOCKS:
-            return call.n_k
-        case Rows.QUERIES | Rows.SAMPLED_QUERIES:
-            return call.Lq
-        case Rows.QUERY_BLOCKS:
-            return call.n_q
+        if (layout := self._layout(rows)) is not None:
+            place_rows(whole, layout, self.rank, x, dim=2)
+        else:
+            whole[:, :, places([at for _, at in self._places(rows)], x.device)] = x
 
 
 def sampled_of(held: Held, rank: int, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -432,10 +402,16 @@ class _Planning:
         device = self.exchange.device
         query = torch.zeros((call.B, call.Hq, call.Lq, call.D), dtype=call.dtype, device=device)
         found = {"query": query}
+        lengths = {
+            Rows.KEYS: call.Lk,
+            Rows.KEY_BLOCKS: call.n_k,
+            Rows.QUERY_BLOCKS: call.n_q,
+        }
         for name, x in self.fields.items():
-            shape = (call.B, call.Hk if x.rows.of_keys else call.Hq, unit_length(call, x.rows))
             if name not in found:
-                found[name] = torch.empty((*shape, *x.tail), dtype=x.dtype, device=device)
+                heads = call.Hk if x.rows.of_keys else call.Hq
+                shape = (call.B, heads, lengths[x.rows], *x.tail)
+                found[name] = torch.empty(shape, dtype=x.dtype, device=device)
             for rank, tensors in came.items():
                 self._share(rank, unit).place(found[name], tensors[name], x.rows)
         return found

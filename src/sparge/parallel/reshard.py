@@ -41,8 +41,8 @@ def reshard(
 
 def _shared(ours: Sequence[Piece], theirs: Sequence[Piece]) -> list[Piece]:
     """Rows that are in both, ascending."""
-    ends = ((max(a.start, b.start), min(a.stop, b.stop), b.rank) for a in ours for b in theirs)
-    return [Piece(*each) for each in sorted(ends) if each[0] < each[1]]
+    overlaps = ((max(a.start, b.start), min(a.stop, b.stop), b.rank) for a in ours for b in theirs)
+    return [Piece(*ends) for ends in sorted(overlaps) if ends[0] < ends[1]]
 
 
 def _rows(x: Tensor, held: Sequence[Piece], part: Piece) -> Tensor:

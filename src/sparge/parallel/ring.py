@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..api.attention import PackedOptions
 from ..engine.check import check_call
-from ..engine.execute import undisturbed
+from ..engine.execute import without_grad_and_autocast
 from ..routing import Choice, choose, current_router, get_backend
 from ..routing.choice import keep_everything
 from ..support.autocast import as_autocast
@@ -127,7 +127,7 @@ def ring_attention(
         return_lse=return_lse,
         label=label,
     )
-    with exchange.guarded(), undisturbed(query.device.type):
+    with exchange.guarded(), without_grad_and_autocast(query.device.type):
         out, lse = work.run()
     return (out, lse) if return_lse else out
 
@@ -152,7 +152,7 @@ def ring_plan(
     exchange, work = _begin(
         group, (query, key, value), layout, balance, causal_align, backend, **rest
     )
-    with exchange.guarded(), undisturbed(query.device.type):
+    with exchange.guarded(), without_grad_and_autocast(query.device.type):
         held = work.moved()
         plan = make_global_plan(exchange, held, work.backend)
         found, at = [], 0
@@ -206,18 +206,18 @@ def _begin(
     except Exception as error:
         refused, facts = error, {"refused": f"{type(error).__name__}: {error}"}
     with exchange.guarded():
-        told = agree(exchange, facts, numbers)
+        agreed = agree(exchange, facts, numbers)
     if refused is not None:
         raise refused
-    if isinstance(told, str):
-        raise ValueError(told)
-    q_lengths, k_lengths = [each[0] for each in told], [each[1] for each in told]
+    if isinstance(agreed, str):
+        raise ValueError(agreed)
+    q_lengths, k_lengths = [own[0] for own in agreed], [own[1] for own in agreed]
     layouts = [layout_of(layout, n, name) for n, name in ((q_lengths, "query"), (k_lengths, "key"))]
     call = replace(call, Lq=sum(q_lengths), Lk=sum(k_lengths))
     call = replace(call, offset=diagonal_offset(call.Lq, call.Lk, causal_align))
     # Machines may differ; the first rank decides for all.
-    choice, call = _choose(call, backend, dense=bool(told[0][3]))
-    observed = any(each[2] for each in told)
+    choice, call = _choose(call, backend, dense=bool(agreed[0][3]))
+    observed = any(own[2] for own in agreed)
     inputs, where = Inputs(query, key, value), (layouts[0], layouts[1])
     return exchange, _Work(exchange, call, choice, inputs, where, balance, observed)
 

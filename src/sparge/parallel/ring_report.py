@@ -51,7 +51,7 @@ def gather_report(
     numbers = [tally.kept, tally.allowed, seconds["attend"], exchange.waited, *sent]
     message = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(exchange.device)
     found = enumerate(exchange.gather("report", message))
-    return RingReport(tuple(_share(rank, each) for rank, each in found), dense_bytes)
+    return RingReport(tuple(_share(rank, numbers) for rank, numbers in found), dense_bytes)
 
 
 def _share(rank: int, message: Tensor) -> RingShare:

@@ -36,7 +36,7 @@ def unshard(x: Tensor, *, layout: str = "contiguous", group: Any = None, dim: in
     with exchange.guarded():
         length = torch.tensor([rows.shape[0]]).view(torch.uint8).to(x.device)
         found = exchange.gather("agree", length)
-        lengths = [int(each.cpu().clone().view(torch.int64)) for each in found]
+        lengths = [int(x.cpu().clone().view(torch.int64)) for x in found]
         specs = [Spec((length, *rows.shape[1:]), x.dtype) for length in lengths]
         sizes = [size_of([spec]) for spec in specs]
         parts = exchange.gather("move", to_bytes([rows], x.device), sizes)

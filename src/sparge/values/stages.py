@@ -137,10 +137,10 @@ class Attended:
 
 
 @dataclass(frozen=True)
-class SomeOf:
-    """Sequences of a pack. numbers: those to attend, ascending. leaves: whether a sequence, by its
-    number and the blocks that its plan keeps and may keep, is left to dense attention, which is
-    faster. into: the out and lse of the whole pack, whose rows are written."""
+class ChosenSequences:
+    """Sequences of a pack to attend, where not all are. numbers: ascending. leaves: whether a
+    sequence, by its number and the blocks that its plan keeps and may keep, is left to dense
+    attention, which is faster. into: the out and lse of the whole pack, whose rows are written."""
 
     numbers: list[int]
     leaves: Callable[[int, int, int], bool]
@@ -252,7 +252,7 @@ class PackedStages(Protocol):
         cuts: tuple[list[int], list[int]],
         align: str,
         stage: Callable[[str], AbstractContextManager[None]],
-        some: SomeOf | None = None,
+        some: ChosenSequences | None = None,
     ) -> AttendedPack:
         """All stages over the whole pack, viewed as one sequence `[1, H, T, D]`. stage: times what
         is run inside of it. some: the sequences to attend; None attends all."""

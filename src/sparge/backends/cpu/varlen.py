@@ -20,7 +20,7 @@ from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import Call, Inputs
 from ...values.geometry import BLOCK_K, BLOCK_Q
 from ...values.recipe import PRECISIONS, PREDICTORS, QUANTIZED, KeepError
-from ...values.stages import AttendedPack, SomeOf
+from ...values.stages import AttendedPack, ChosenSequences
 from ...values.tokenmask import TokenMask
 from . import library
 from .attend import pv_skip_of
@@ -103,7 +103,7 @@ def attend_packed(
     cuts: tuple[list[int], list[int]],
     align: str,
     stage: Callable[[str], AbstractContextManager[None]],
-    some: SomeOf | None = None,
+    some: ChosenSequences | None = None,
 ) -> AttendedPack:
     """`call` and `inputs`: the whole pack as one sequence `[1, H, T, D]`."""
     pack = _tables(cuts, align, None if some is None else some.numbers)
@@ -318,7 +318,7 @@ def _protected(call: Call) -> Tensor | None:
     return torch.tensor(ranges) if ranges else None
 
 
-def _left_to_dense(lists: Lists, pack: PackTables, some: SomeOf) -> tuple[int, ...]:
+def _left_to_dense(lists: Lists, pack: PackTables, some: ChosenSequences) -> tuple[int, ...]:
     """Sequences whose plan keeps so much that dense attention is faster."""
     sums = [
         _cuts(x.sum(1, dtype=torch.int64))[pack.q_cuts].diff().tolist()

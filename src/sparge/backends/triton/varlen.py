@@ -15,7 +15,7 @@ from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import Call, Inputs
 from ...values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
 from ...values.recipe import KeepError
-from ...values.stages import Attended, AttendedPack, SomeOf
+from ...values.stages import Attended, AttendedPack, ChosenSequences
 from ...values.tokenmask import TokenMask
 from .attend import attend_lists
 from .grids import why_too_many
@@ -45,7 +45,7 @@ def attend_packed(
     cuts: tuple[list[int], list[int]],
     align: str,
     stage: Stage,
-    some: SomeOf | None = None,
+    some: ChosenSequences | None = None,
 ) -> AttendedPack:
     """`call` and `inputs`: the whole pack as one sequence `[1, H, T, D]`."""
     assert some is None, "see why_not_packed"

@@ -23,7 +23,7 @@ from ...values.run import note
 from ...values.stages import Saved
 from ..call_cache import check_and_choose
 from ..check import check_boundaries, check_call, check_plan, check_varlen
-from ..execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
+from ..execute import run_attend, run_attention, run_plan, tokens_of, without_grad_and_autocast
 from ..execute_varlen import run_varlen
 from . import meta
 
@@ -160,7 +160,7 @@ def _backward(given: Given) -> tuple[Tensor, ...]:
         call = replace(call, recipe=Recipe(KeepAll(), precision="exact"))
     plan, tokens = given.plan(call), tokens_of(call, given.inputs)
     saved = Saved(query, given.key, given.value, given.out, given.grad_out, given.grad_lse)
-    with undisturbed(call.device):
+    with without_grad_and_autocast(call.device):
         return _gradient_backend(call, given.backend).stages().backward(call, saved, plan, tokens)
 
 
