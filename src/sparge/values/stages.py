@@ -39,6 +39,55 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class PreparedQueries:
+    """Queries as the later stages read them.
+
+    rows: the caller's tensor, or its 8-bit codes. own: the caller's tensor, which `KeepError`
+    measures with. lse_shift: fp32 `[B, Hq, Lq]`, `scale * q . mean key`, where smoothed keys were
+    coded; the LSE adds it back. pooled `[B, Hq, n_q, D]`, similarity `[B, Hq, n_q]`: block
+    statistics, fp32; None where the recipe needs none.
+    """
+
+    rows: Tensor | QTensor
+    own: Tensor | None = None
+    lse_shift: Tensor | None = None
+    pooled: Tensor | None = None
+    similarity: Tensor | None = None
+
+    def blocks(self, start: int, stop: int) -> PreparedQueries:
+        """Query blocks `start … stop-1` alone."""
+        rows, blocks = slice(start * BLOCK_Q, stop * BLOCK_Q), slice(start, stop)
+        return replace(
+            self,
+            rows=_rows(self.rows, rows),
+            own=None if self.own is None else self.own[:, :, rows],
+            lse_shift=_cut(self.lse_shift, rows),
+            pooled=_cut(self.pooled, blocks),
+            similarity=_cut(self.similarity, blocks),
+        )
+
+
+@dataclass(frozen=True)
+class PreparedKeys:
+    """Keys and values as the later stages read them; they may outlive the queries of one call.
+
+    key, value: the caller's tensors, or 8-bit codes. own_key, own_value: the caller's tensors.
+    mean: fp32 `[B, Hk, D]`, what smoothing subtracted from the keys; None where nothing was
+    smoothed. pooled, similarity: block statistics as of the queries. entries: what skipped blocks
+    contribute; None if nothing.
+    """
+
+    key: Tensor | QTensor
+    value: Tensor | QTensor
+    own_key: Tensor | None = None
+    own_value: Tensor | None = None
+    mean: Tensor | None = None
+    pooled: Tensor | None = None
+    similarity: Tensor | None = None
+    entries: Pooled | None = None
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What the later stages read. query, key, value: the caller's own, which `KeepError` measures
     with. pooled: what skipped blocks contribute; None where they contribute nothing. key_mean: fp32
@@ -51,6 +100,27 @@ class Prepared:
     value: Tensor | None = None
     pooled: Pooled | None = None
     key_mean: Tensor | None = None
+
+    @property
+    def queries(self) -> PreparedQueries:
+        read, found = self.operands, self.statistics
+        return PreparedQueries(
+            read.query, self.query, read.lse_shift, found.q_pooled, found.q_similarity
+        )
+
+    @property
+    def keys(self) -> PreparedKeys:
+        read, found = self.operands, self.statistics
+        return PreparedKeys(
+            read.key,
+            read.value,
+            self.key,
+            self.value,
+            self.key_mean,
+            found.k_pooled,
+            found.k_similarity,
+            self.pooled,
+        )
 
     def query_blocks(self, start: int, stop: int) -> Prepared:
         """The same keys and values with query blocks `start … stop-1` alone."""

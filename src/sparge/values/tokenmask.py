@@ -6,7 +6,7 @@ excluded, mixed or open. Nothing of size Lq x Lk is allocated; a mask keeps the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ EXCLUDED, MIXED, OPEN = 0, 1, 2
 Index = slice | Tensor
 
 
+@dataclass
+class Classified:
+    """Kinds of the blocks under a mask, once a backend has classified them: all stages of a call
+    share one `TokenMask`, and so its kinds."""
+
+    kinds: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class TokenMask:
     Lq: int
@@ -27,6 +35,9 @@ class TokenMask:
     """Query row `i` stands at key position `i + offset`; a causal row sees keys up to there."""
     attn_mask: Tensor | None = None
     """Bool (True may attend) or additive float, viewed as 4-D: `[1|B, 1|Hq, 1|Lq, 1|Lk]`."""
+    classified: Classified = field(
+        default_factory=Classified, init=False, repr=False, compare=False
+    )
 
     @property
     def hides_nothing(self) -> bool:

@@ -13,9 +13,8 @@ from ...values.backend import Backend
 from ...values.call import Call
 from ...values.host import Host
 from ...values.stages import PackedStages, Stages
-from .architectures import INTERPRETER, KINDS, Architecture, architecture_of
+from .architectures import INTERPRETER, KINDS, Architecture, architecture_of, why_too_large
 from .cost import COST
-from .grids import why_too_large
 from .packages import installation, why_unusable
 
 NAME = "triton"
