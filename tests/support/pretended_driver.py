@@ -141,9 +141,7 @@ class Launcher:
     def __call__(self, x: int, y: int, z: int, stream: int, binary: bytes, *rest: Any) -> None:
         arguments = rest[4:]  # after metadata and hooks
         given = dict(zip(self.source.signature, arguments, strict=True))
-        for name, kind in self.source.signature.items():
-            if kind.startswith("*"):
-                check_pointer(name, given[name])
+        check_pointers(given, self.source.signature)
         grid = (x, y, z)
         if any(not 0 <= n <= most for n, most in zip(grid, MOST_PROGRAMS, strict=True)):
             raise RuntimeError(f"grid {grid} is beyond {MOST_PROGRAMS}")
@@ -162,6 +160,15 @@ class Launcher:
         )
         self.driver.traffic.work += 1
         self.driver.traffic.launches.append(made)
+
+
+def check_pointers(given: Mapping[str, Any], signature: Mapping[str, Any]) -> None:
+    """Of all arguments, and of the fields of those that are tuples."""
+    for name, kind in signature.items():
+        if isinstance(kind, tuple):
+            check_pointers(given[name]._asdict(), kind._asdict())
+        elif kind.startswith("*"):
+            check_pointer(name, given[name])
 
 
 def check_pointer(name: str, value: Any) -> None:

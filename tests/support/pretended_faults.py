@@ -15,6 +15,7 @@ from pretended_calls import CALLS, attend, compared, on_card
 from pretended_card import CARDS
 from pretended_driver import pretended
 from sparge.backends.triton import launch, select_kernel
+from sparge.backends.triton.primitives import KindStrides
 from sparge_tools.static.targets import TARGETS
 from sparge_tools.static.variants import launches_of
 
@@ -47,7 +48,7 @@ def recorded() -> Any:
     return made
 
 
-LISTS = {"Hq": 2, "Lk": 64, "n_q": 1, "n_k": 1, "stride_nb": 0, "stride_nh": 0}
+LISTS = {"Hq": 2, "Lk": 64, "n_q": 1, "n_k": 1, "strides": KindStrides()}
 
 
 def raised(run: Callable[[], Any]) -> str:

@@ -26,7 +26,7 @@ from pretended_driver import card_here
 from pretended_faults import raised
 from pretended_tensors import TensorsOnCard
 from sparge import KeepMass, Recipe
-from sparge.backends.triton import shapes
+from sparge.backends.triton import arguments
 from tiny_llama import tiny_llama
 
 EXTRA = ("on the processor", "read")
@@ -176,7 +176,7 @@ def of_llama(card: str) -> dict[str, Any]:
 
 def faults(card: str) -> dict[str, str]:
     """What is raised of graphs that cannot be captured."""
-    always_copied = mock.patch.object(shapes, "constant", shapes.constant.__wrapped__)
+    always_copied = mock.patch.object(arguments, "constant", arguments.constant.__wrapped__)
     found = {extra: raised(lambda x=extra: of_block(card, x)) for extra in EXTRA}
     with always_copied:
         found["tables of each call"] = raised(lambda: of_block(card))

@@ -9,7 +9,7 @@ from pretended_calls import CALLS, attend, on_card
 from pretended_card import CARDS
 from pretended_driver import pretended
 from pretended_faults import raised
-from sparge.backends.triton import tiles
+from sparge.backends.triton.attend import _smaller
 
 KB = 1024
 SIZES = (99, 48, 16, 4)
@@ -18,7 +18,7 @@ SIZES = (99, 48, 16, 4)
 def attended(size: int) -> dict[str, object]:
     """Rows, stages and shared memory of the attention kernel where it was launched, by a first and
     a second call; or why not."""
-    tiles._smaller.clear()
+    _smaller.clear()
     found: dict[str, object] = {}
     with pretended(replace(CARDS["sm_89"], shared=size * KB)) as traffic:
         inputs = on_card(CALLS[0])

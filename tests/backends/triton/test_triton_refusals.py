@@ -13,7 +13,7 @@ import sparge
 from calls import a_call, tensors
 from sparge import Recipe, Unsupported
 from sparge.backends.triton import architectures
-from sparge.backends.triton.grids import why_too_large, why_too_many
+from sparge.backends.triton.architectures import why_too_large, why_too_many
 from sparge.backends.triton.packages import Installation
 from sparge.routing import choose
 from sparge.values.host import Device, Host

@@ -95,6 +95,7 @@ def assumed(target: str) -> Iterator[None]:
 def launches_of(variant: Variant, target: str) -> dict[str, list[Launch]]:
     """The launches of one call by stage; nothing is run."""
     from sparge.backends.triton import stages
+    from sparge.values.stages import Prepared
 
     inputs = variant.inputs()
     call = variant.call(inputs)
@@ -104,13 +105,16 @@ def launches_of(variant: Variant, target: str) -> dict[str, list[Launch]]:
     def run(stage: str, *args: Any, **more: Any) -> Any:
         with watch_launches(run=False) as launches:
             done = getattr(stages, stage)(call, *args, **more)
-        made[stage] = list(launches)
+        made.setdefault(stage.partition("_")[0], []).extend(launches)
         return done
 
     with assumed(target), torch.no_grad():
         if variant.packed:
             return _launches_of_pack(call, inputs)
-        prepared = run("prepare", inputs, to_plan=True, to_attend=True)
+        whole = {"to_plan": True, "to_attend": True}
+        keys = run("prepare_keys", inputs.key, inputs.value, **whole)
+        queries = run("prepare_queries", inputs.query, mean=keys.mean, **whole)
+        prepared = Prepared(queries, keys)
         mass = run("predict", prepared, tokens) if call.predicts else None
         plan = run("select", prepared, mass, tokens)
         run("attend", prepared, plan, tokens)

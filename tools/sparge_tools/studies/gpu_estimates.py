@@ -34,14 +34,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
 from sparge import DEFAULT, KeepFraction, Recipe, attention
 from sparge.backends.triton import NAME
-from sparge.backends.triton.architectures import Architecture
 from sparge.backends.triton.launch import Launch
 from sparge.backends.triton.roofline import DENSE_SHARE, Throughput, rates_of
 from sparge.cli.crossover_status import crossover_rows
@@ -181,24 +179,6 @@ def first_call(rig: Rig) -> Any:
     return found
 
 
-def second_filter(rig: Rig) -> float | None:
-    recipe = replace(DEFAULT, pv_skip=8.0)
-    q, k, v = rig.inputs(rig.length, 64)
-
-    def run() -> Any:
-        return attention(q, k, v, is_causal=True, recipe=recipe, backend=NAME)
-
-    zeroed = rig.seconds(run)
-    own = Architecture.tiles_for
-    branching = mock.patch.object(
-        Architecture,
-        "tiles_for",
-        lambda self, *args, **named: replace(own(self, *args, **named), branch=True),
-    )
-    with branching:
-        return ratio(rig.seconds(run), zeroed)
-
-
 def gradients(rig: Rig) -> float | None:
     recipe = Recipe(KeepFraction(0.5), precision="half")
     q, k, v = (x.requires_grad_() for x in rig.inputs(rig.length, 64))
@@ -223,7 +203,7 @@ def machine_code(rig: Rig) -> Any:
 def clocks(rig: Rig) -> float | None:
     """Of a multiprocessor: all of them work on tiles of 128 queries and 64 keys at once."""
     attends = _attends(rig.launches())
-    seconds, tiles = rig.seconds_of(attends), int(attends.arguments["counts"].sum())
+    seconds, tiles = rig.seconds_of(attends), int(attends.arguments["tensors"].counts.sum())
     return None if seconds is None else ratio(seconds * rig.clocks, tiles)
 
 
@@ -280,7 +260,6 @@ ESTIMATES = (
     Estimate("break-even", ON_A_GPU, "the density below which", "density", break_even),
     Estimate("calibration", ON_A_GPU, "a minute or more, mostly compilation", "s", calibration),
     Estimate("first call", ON_A_GPU, "seconds, mostly compilation", "seconds", first_call),
-    Estimate("second filter", BACKEND, "and saves no time yet", "ratio", second_filter),
     Estimate("gradients", BACKEND, "cost as much as dense attention", "ratio", gradients),
     Estimate("machine code", VERIFIED, "registers | spilled | shared", "by head dim", machine_code),
     Estimate("clocks", VERIFIED, "prints an estimate by roofline", "clocks per tile", clocks),

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import Tensor
 
 from ...values.backend import Backend
 from ...values.call import Call
 from ...values.host import Host
 from ...values.stages import PackedStages, Stages
-from .architectures import INTERPRETER, KINDS, Architecture, architecture_of
-from .grids import why_too_large
+from ...values.tokenmask import TokenMask
+from .architectures import INTERPRETER, KINDS, Architecture, architecture_of, why_too_large
 from .packages import installation, why_unusable
 from .rates import RATES
 
@@ -73,6 +74,12 @@ def _refusal(host: Host, call: Call) -> str | None:
     return why_too_large(call, found.name)
 
 
+def _block_kinds(tokens: TokenMask) -> Tensor:
+    from .arguments import classify_blocks
+
+    return classify_blocks(tokens)
+
+
 def _architecture_name(host: Host, call: Call) -> str:
     found = architecture_of(*call.where)
     return f"triton {found.name}" if isinstance(found, Architecture) else "triton"
@@ -86,6 +93,7 @@ TRITON_BACKEND = Backend(
     RATES,
     isa=_architecture_name,
     raises_heads=True,
+    block_kinds=_block_kinds,
     packed=_packed,
 )
 

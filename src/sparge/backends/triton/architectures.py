@@ -1,8 +1,11 @@
-"""NOUN the architectures that kernels are launched on, and how: one table, with its sources.
+"""The architectures that kernels are launched on, how, and the grids that they take.
 
 `compiled`: found by compiling for the target and reading the result (`sparge bench --static`):
 the largest tile without spilled registers, within shared memory, with loads as deep as intended.
 Nothing here was timed on a GPU.
+
+Grids are `(blocks, heads, batch)`; that of `classify_blocks`, which reads a mask of the caller's,
+is `(key blocks, query blocks, batch and heads of the mask)`. A query block is up to eight programs.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...values.call import Call
 from ...values.host import host
 
 INTERPRETER = "interpreter"
@@ -25,16 +29,12 @@ class Tiles:
     """How the attention kernel is launched.
 
     block_m: query rows of a program; a query block of 128 rows is one, two or four programs.
-    branch: whether a block that the second filter skips whole is branched around. If not, its
-    weights are set to zero, for the same result. Off everywhere until it is timed: behind a branch
-    Triton loads V without a pipeline, on every architecture that was compiled for.
     entries: pooled entries of a tile. registers: of a thread, where the compiler's choice spills.
     """
 
     block_m: int
     num_warps: int
     num_stages: int
-    branch: bool = False
     entries: int = 16
     registers: int | None = None
 
@@ -162,10 +162,10 @@ _RDNA = _rows(
     half=(Tiles(64, 16, 1), Tiles(32, 16, 1), Tiles(16, 16, 1)),
     exact=(Tiles(16, 8, 1), Tiles(16, 8, 1), Tiles(16, 8, 1)),
 )
-# Every way that programs may share a query block, and both ways of the second filter.
+# Every way that programs may share a query block.
 _INTERPRETED = _rows(
     int8=(_WHOLE, _WHOLE, _HALF_ROWS),
-    int8_more=(replace(_WHOLE, branch=True), _WHOLE, _HALF_ROWS),
+    int8_more=(_WHOLE, _WHOLE, _HALF_ROWS),
     half=(_HALF_ROWS, _HALF_ROWS, Tiles(32, 8, 2)),
     exact=(_WHOLE, _WHOLE, _HALF_ROWS),
 )
@@ -236,3 +236,50 @@ def _named(name: str) -> Architecture | str:
             f"{name} is too old: it has no int8 and bf16 matrix instructions; served are {served}"
         )
     return f"the architecture {name or 'of this device'} is not known; served are {served}"
+
+
+MOST_OF_AXIS = 65_535
+"""Programs along the second and third axis, of CUDA. Taken for other platforms, too: their own
+limits were not looked up, and are checked by no card yet."""
+MOST_OF_FIRST = 2**31 - 1
+"""Along the first axis, of CUDA."""
+MOST_OF_FIRST_AMD = 2**32 // (8 * 64) - 1
+"""Assumed for AMD: fewer than 2^32 threads, eight wavefronts of 64 in a program."""
+PROGRAMS_PER_BLOCK = 8
+"""Most programs that share a query block: 128 rows, 16 each."""
+
+
+def why_too_large(call: Call, architecture: str) -> str | None:
+    """Why no grid holds the call, and the way out; None if one does."""
+    first = MOST_OF_FIRST_AMD if architecture.startswith("gfx") else MOST_OF_FIRST
+    axes = [
+        ("batch entries", call.B, MOST_OF_AXIS, "split the batch into several calls"),
+        ("query heads", call.Hq, MOST_OF_AXIS, "split the heads into several calls"),
+        (
+            "programs for the query blocks",
+            call.n_q * PROGRAMS_PER_BLOCK,
+            first,
+            "split the queries into several calls",
+        ),
+        ("key blocks", call.n_k, first, "split the keys, and merge the results by their LSE"),
+    ]
+    if call.has_mask:
+        # Of the mask's own batch and heads a call does not tell which are expanded.
+        axes += [
+            ("query blocks under a mask", call.n_q, MOST_OF_AXIS, "split the queries"),
+            ("heads of a mask in all batch entries", call.B * call.Hq, MOST_OF_AXIS, "split it"),
+        ]
+    for what, n, most, way_out in axes:
+        if n > most:
+            return f"a launch takes at most {most:,} {what}, and the call has {n:,}; {way_out}"
+    return None
+
+
+def why_too_many(sequences: int) -> str | None:
+    """The same of a pack, whose sequences take the place of the batch."""
+    if sequences <= MOST_OF_AXIS:
+        return None
+    return (
+        f"a launch takes at most {MOST_OF_AXIS:,} packed sequences, got {sequences:,}; "
+        "split the pack into several calls"
+    )

@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ...values.blockplan import BlockPlan
-from ...values.call import Call, Inputs
-from ...values.geometry import BLOCK_K, BLOCK_Q
-from ...values.qtensor import QTensor
-from ...values.stages import Attended
+from ...values.call import Call
+from ...values.geometry import BLOCK_Q
+from ...values.stages import Attended, Prepared, PreparedKeys, PreparedQueries
 from ...values.tokenmask import TokenMask
 from . import attend_kernel
-from .launch import launch
-from .masks import is_causal, lists_of, mask_arguments, pools_of
-from .one_pass import Prepared
-from .operands import key_arguments, n_key_blocks, padded, query_arguments
-from .packed import NOT_PACKED, Packed
-from .prepare import OnDevice, prepare
-from .shapes import LOG2E, block_dim, most_of, per_head, unit_rows, value_dim, within
-from .tiles import in_tiles_that_fit, tiles_of
+from .architectures import Tiles
+from .arguments import (
+    LOG2E,
+    Lists,
+    Packed,
+    architecture,
+    hides,
+    lists_of,
+    mask_kind,
+    mask_of,
+    most_of,
+    per_head,
+    pools_of,
+    sizes_of,
+    types_of,
+)
+from .attend_kernel import Tensors
+from .attend_tiles import How
+from .launch import DoesNotFit, launch
+from .operands import (
+    KeysOnDevice,
+    key_rows,
+    make_keys,
+    packed_of,
+    pooled_entries,
+    query_rows,
+    value_rows,
+)
+from .primitives import Rows, Strides, ValueTypes
+from .select import PooledPlan
 
-NO_SKIP, ZERO_GROUPS, BRANCH = 0, 1, 2
 EVERY_HEAD, NOT_RAISED, RAISED = 0, 1, 2
+"""Key heads that a launch attends, by the flags of those that an error budget raised."""
+T = TypeVar("T")
+_smaller: dict[tuple[str, Tiles], Tiles] = {}
+"""By architecture, what is launched in place of tiles that did not fit a card. The table was
+compiled for, so only a card with less shared memory than its architecture gets here."""
 
 
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
@@ -36,28 +62,37 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
 
 
 def _attend_all(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
+    queries, keys, packed = prepared.queries, prepared.keys, packed_of(prepared)
     lists = lists_of(plan, tokens, ascending=call.recipe.pv_skip is not None)
-    done = _room(call, plan.counts)
+    pools = _pools(keys, plan, tokens)
+    done = _empty(call, plan.counts)
     if plan.measured is None or not call.recipe.quantized:
-        _attend(call, prepared, plan, tokens, lists, done)
+        attend_lists(call, queries, keys, lists, pools, tokens, done, packed=packed)
         return _finished(done)
     raised = (plan.measured[2] > 0).any(0).view(call.Hk, -1).any(1).to(torch.uint8)
-    _attend(call, prepared, plan, tokens, lists, done, raised, NOT_RAISED)
-    own = replace(call, recipe=replace(call.recipe, precision=call.own_precision))
-    assert prepared.query is not None
-    assert prepared.key is not None
-    inputs = Inputs(prepared.query, prepared.key, prepared.value)
-    theirs = prepare(own, inputs, to_plan=False, to_attend=True)
-    if isinstance(prepared, OnDevice):
-        theirs.notes.update(prepared.notes)
-    again = replace(_room(own, plan.counts), out=done.out, lse=done.lse)
-    _attend(own, theirs, plan, tokens, lists, again, raised, RAISED)
+    attend_lists(
+        call, queries, keys, lists, pools, tokens, done, packed=packed, raised=raised,
+        which=NOT_RAISED,
+    )  # fmt: skip
+    own = in_own_precision(call)
+    assert queries.own is not None
+    assert keys.own_key is not None
+    theirs = make_keys(own, keys.own_key, keys.own_value, None, coded=False)
+    again = replace(_empty(own, plan.counts), out=done.out, lse=done.lse)
+    attend_lists(
+        own, PreparedQueries(queries.own), theirs, lists, pools, tokens, again, packed=packed,
+        raised=raised, which=RAISED,
+    )  # fmt: skip
     of_heads = raised.repeat_interleave(call.Hq // call.Hk)[:, None] != 0
     skips = torch.where(of_heads, _finished(again).pv_skips, _finished(done).pv_skips)
     return replace(done, pv_skips=skips)
 
 
-def _room(call: Call, counts: Tensor) -> Attended:
+def in_own_precision(call: Call) -> Call:
+    return replace(call, recipe=replace(call.recipe, precision=call.own_precision))
+
+
+def _empty(call: Call, counts: Tensor) -> Attended:
     """Outputs to be written; skips of the second filter apart for each program of a query block."""
     tiles = tiles_of(call)
     out = counts.new_empty((call.B, call.Hq, call.Lq, call.Dv), dtype=call.dtype)
@@ -71,79 +106,76 @@ def _finished(done: Attended) -> Attended:
     return Attended(done.out, done.lse, skips)
 
 
-def _attend(
-    call: Call,
-    prepared: Prepared,
-    plan: BlockPlan,
-    tokens: TokenMask,
-    lists: dict[str, Any],
-    done: Attended,
-    raised: Tensor | None = None,
-    which: int = EVERY_HEAD,
-) -> None:
-    attend_lists(
-        call, prepared, plan.counts, tokens, lists, _pools(prepared, plan, tokens), done,
-        raised=raised, which=which,
-    )  # fmt: skip
-
-
 def attend_lists(
     call: Call,
-    prepared: Prepared,
-    counts: Tensor,
-    tokens: TokenMask,
-    lists: dict[str, Any],
+    queries: PreparedQueries,
+    keys: PreparedKeys,
+    lists: Lists,
     pools: Tensor | None,
+    tokens: TokenMask,
     done: Attended,
     *,
+    packed: Packed,
     raised: Tensor | None = None,
     which: int = EVERY_HEAD,
 ) -> None:
     """One launch over the lists of every query block."""
-    packed: Packed = getattr(prepared, "packed", NOT_PACKED)
     tiles, recipe = tiles_of(call), call.recipe
-    skip, filter_from = NO_SKIP, None
-    if recipe.pv_skip is not None:
-        skip = BRANCH if tiles.branch else ZERO_GROUPS
-        device = counts.device
+    sizes = sizes_of(call, packed, tokens.offset)
+    filters, filter_from = recipe.pv_skip is not None, None
+    if filters:
+        device = lists.counts.device
         filter_from = per_head(recipe.pv_skip, call.Hq, math.inf, LOG2E, torch.float32, device)
-    n_q = packed.n_q or call.n_q
+    q, k, mask = query_rows(call, queries), key_rows(call, keys), mask_of(tokens)
+    values, value_types = _values_by_unit(call, keys)
+    group = 0 if keys.entries is None or pools is None else keys.entries.group
     launch(
         attend_kernel.attend_blocks,
-        (n_q * (BLOCK_Q // tiles.block_m), call.Hq, call.B),
+        (sizes.n_q * (BLOCK_Q // tiles.block_m), call.Hq, call.B),
         tiles.options,
-        **query_arguments(call, prepared),
-        **key_arguments(call, prepared),
-        **_values_by_unit(call, prepared),
-        **pooled_arguments(call, prepared, pools),
-        out=done.out,
-        lse=done.lse,
-        lse_shift=prepared.operands.lse_shift,
-        counts=counts.contiguous(),
-        **lists,
-        pv_skips=done.pv_skips,
-        pv_skip=filter_from,
-        raised=raised,
-        **dict(zip(("stride_ob", "stride_oh", "stride_om"), done.out.stride(), strict=False)),
-        **mask_arguments(tokens),
+        tensors=Tensors(
+            q=q.data,
+            k=k.data,
+            v=values.data,
+            out=done.out,
+            lse=done.lse,
+            q_scale=q.scale,
+            k_scale=k.scale,
+            v_scale=values.scale,
+            lse_shift=queries.lse_shift,
+            counts=lists.counts,
+            block_lists=lists.blocks,
+            n_full=lists.n_full,
+            pv_skips=done.pv_skips,
+            pv_skip=filter_from,
+            mask=mask.data,
+            pooled=pooled_entries(call, keys, pools),
+            raised=raised,
+            pack=packed.of_queries(),
+        ),
+        q_strides=q.strides,
+        k_strides=k.strides,
+        v_strides=values.strides,
+        out_strides=Strides(*done.out.stride()[:3]),
+        mask_strides=mask.strides,
         Hq=call.Hq,
         group=call.Hq // call.Hk,
-        Lq=call.Lq,
-        Lk=call.Lk,
-        n_q=n_q,
-        n_k=lists["block_lists"].shape[3],
-        n_blocks_k=n_key_blocks(call, prepared),
-        offset=within(tokens.offset, call.Lq, call.Lk),
+        sizes=sizes,
         scale_log2=abs(call.scale) * LOG2E,
-        BLOCK_M=tiles.block_m,
-        ENTRIES=tiles.entries,
-        OUT_MOST=most_of(call.dtype),
-        NEGATE=call.scale < 0,
-        CAUSAL=tokens.is_causal if packed else is_causal(tokens),
-        SKIP=skip,
-        RAISED=which,
         headroom=_headroom(call, packed),
-        **packed.arguments(of="queries"),
+        TYPES=types_of(call),
+        VALUES=value_types,
+        HOW=How(
+            BLOCK_M=tiles.block_m,
+            ENTRIES=tiles.entries,
+            POOL_GROUP=group,
+            OUT_MOST=most_of(call.dtype),
+            NEGATE=call.scale < 0,
+            CAUSAL=hides(tokens, packed),
+            MASK=mask_kind(tokens),
+            FILTERS=filters,
+            RAISED=which,
+        ),
     )
 
 
@@ -155,58 +187,54 @@ def _headroom(call: Call, packed: Packed) -> float:
     return 1.0 if packed else float((call.Lk - 1).bit_length())
 
 
-def _values_by_unit(call: Call, prepared: Prepared) -> dict[str, Any]:
+def _values_by_unit(call: Call, keys: PreparedKeys) -> tuple[Rows, ValueTypes]:
     """8-bit values are summed in units of a power of two: logarithms in place of scales."""
-    given = value_arguments(call, prepared)
-    p_max = given.pop("P_MAX")
-    if given["FAST"]:
-        logs = prepared.v_logs if isinstance(prepared, OnDevice) else None
-        given["v_scale"] = given["v_scale"].clamp(min=1e-37).log2() if logs is None else logs
-    return {**given, "P_LOG": math.log2(p_max)}
+    values, types = value_rows(call, keys)
+    if values.scale is not None:
+        logs = keys.v_logs if isinstance(keys, KeysOnDevice) else None
+        values = values._replace(
+            scale=values.scale.clamp(min=1e-37).log2() if logs is None else logs
+        )
+    return values, types
 
 
-def value_arguments(call: Call, prepared: Prepared) -> dict[str, Any]:
-    value, BLOCK_DV = prepared.operands.value, value_dim(call.Dv)
-    given: dict[str, Any] = {"DV": call.Dv, "BLOCK_DV": BLOCK_DV}
-    if isinstance(value, QTensor):
-        rows = n_key_blocks(call, prepared) * BLOCK_K
-        codes = padded(value.codes.transpose(2, 3), BLOCK_DV, rows)
-        strides = [codes.stride(0), codes.stride(1), 1, codes.stride(2)]
-        given |= {"v": codes, "v_scale": value.scale.contiguous(), "FAST": True}
-        given["P_MAX"] = most_of(codes.dtype)
-    else:
-        v = unit_rows(value)
-        strides = [*v.stride()[:3], 1]
-        given |= {"v": v, "v_scale": None, "FAST": False, "P_MAX": 1.0}
-    names = ("stride_vb", "stride_vh", "stride_vn", "stride_vd")
-    return {**given, **dict(zip(names, strides, strict=True))}
-
-
-def pooled_arguments(call: Call, prepared: Prepared, pools: Tensor | None) -> dict[str, Any]:
-    entries = prepared.pooled
-    if entries is None or pools is None:
-        names = ("pooled_k", "pooled_v", "pooled_scale", "pools")
-        return {**dict.fromkeys(names), "POOL_GROUP": 0}
-    n = n_key_blocks(call, prepared) * (BLOCK_K // entries.group)
-    assert isinstance(entries.value, Tensor)
-    key, scale = entries.key, None
-    if isinstance(key, QTensor):
-        scale = padded(key.scale.unsqueeze(3), n, 1)
-    codes = key.codes if isinstance(key, QTensor) else key
-    return {
-        "pooled_k": padded(codes, n, block_dim(call.D)),
-        "pooled_v": padded(entries.value, n, value_dim(call.Dv)),
-        "pooled_scale": scale,
-        "pools": pools,
-        "POOL_GROUP": entries.group,
-    }
-
-
-def _pools(prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Tensor | None:
-    """Which blocks are pooled: as `select` of this call noted, or found from the plan."""
-    if prepared.pooled is None:
+def _pools(keys: PreparedKeys, plan: BlockPlan, tokens: TokenMask) -> Tensor | None:
+    """Which blocks are pooled: as `select` of this call found, or read off the plan."""
+    if keys.entries is None:
         return None
-    noted = prepared.notes.get("pools") if isinstance(prepared, OnDevice) else None
-    if noted is not None and noted[0] is plan.indices:
-        return noted[1]
-    return pools_of(plan, tokens)
+    return plan.pools if isinstance(plan, PooledPlan) else pools_of(plan, tokens)
+
+
+def tiles_of(call: Call) -> Tiles:
+    """The tiles that a call is attended in on its card."""
+    found, recipe = architecture(call), call.recipe
+    uneven = call.D % 16 != 0 or call.Dv % 16 != 0
+    tiles = found.tiles_for(
+        recipe.precision,
+        max(call.D, call.Dv),
+        filters=recipe.pv_skip is not None,
+        masked=call.has_mask,
+        uneven=uneven,
+    )
+    return _smaller.get((found.name, tiles), tiles)
+
+
+def in_tiles_that_fit(call: Call, attend: Callable[[], T]) -> T:
+    """`attend()`, again with smaller tiles for as long as its kernel does not fit the card."""
+    while True:
+        try:
+            return attend()
+        except DoesNotFit:
+            shrunk = [_shrink(each) for each in (call, in_own_precision(call))]
+            if not any(shrunk):
+                raise
+
+
+def _shrink(call: Call) -> bool:
+    now, name = tiles_of(call), architecture(call).name
+    less = now.smaller()
+    if less is None:
+        return False
+    replaced = [key for key, tiles in _smaller.items() if tiles == now and key[0] == name]
+    _smaller.update(dict.fromkeys([(name, now), *replaced], less))
+    return True

@@ -1,4 +1,4 @@
-"""`KeepError` on the device: the rules of backends/budget.py around budget_kernel.py."""
+"""`KeepError` on the device: the rules of rules/error_budget.py around budget_kernel.py."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ from torch import Tensor
 
 from ...rules import error_budget as budget
 from ...support.device_constants import constant
-from ...values.blockplan import BlockPlan, plan_from_lists
+from ...values.blockplan import BlockPlan
 from ...values.call import Call
 from ...values.qtensor import QTensor
 from ...values.recipe import KeepError, Recipe
+from ...values.stages import Prepared, PreparedKeys, PreparedQueries
 from ...values.tokenmask import TokenMask
 from . import budget_kernel
-from .attend import pooled_arguments, value_arguments
+from .arguments import (
+    LOG2E,
+    forced_blocks,
+    is_causal,
+    kinds_under,
+    mask_kind,
+    mask_of,
+    types_of,
+    within,
+)
 from .launch import launch
-from .masks import forced_arguments, is_causal, kind_arguments, mask_arguments
-from .one_pass import Operands, Prepared
-from .operands import key_arguments, query_arguments
-from .prepare import OnDevice
-from .shapes import LOG2E, within
+from .operands import QueriesOnDevice, key_rows, pooled_entries, query_rows, value_rows
+from .primitives import BatchSizes, PooledEntries
+from .select import empty_lists, plan_of
+from .select_kernel import SelectedLists
 
 STEPS_AT_ONCE = 32
 _OPTIONS = {"num_warps": 4, "num_stages": 2}
@@ -32,17 +41,17 @@ def select_by_error(call: Call, prepared: Prepared, mass: Tensor, tokens: TokenM
     """Measures every step, then writes the lists of the step that each head takes."""
     keep = call.recipe.keep
     assert isinstance(keep, KeepError)
-    assert isinstance(prepared, OnDevice)
-    assert prepared.deviation is not None
-    assert prepared.energy is not None
-    first, allowed = _first_steps(call, mass, tokens)
-    surveyed = budget.choose_rows(
-        prepared.deviation, prepared.energy, keep, call.recipe.sample_rows
-    )
-    dropped = _dropped_masses(call, prepared, first, tokens, surveyed.rows)
+    queries, keys = prepared.queries, prepared.keys
+    assert isinstance(queries, QueriesOnDevice)
+    assert queries.deviation is not None
+    assert queries.energy is not None
+    lists = empty_lists(call, prepared)
+    first = _first_steps(call, mass, tokens, lists.allowed)
+    surveyed = budget.choose_rows(queries.deviation, queries.energy, keep, call.recipe.sample_rows)
+    dropped = _dropped_masses(call, queries, keys, first, tokens, surveyed.rows)
     survey = budget.summarize(surveyed, dropped)
     rows, weights, of_rows = budget.draw_measured(surveyed, survey)
-    sums = _step_errors(call, prepared, first, tokens, rows)
+    sums = _step_errors(call, queries, keys, first, tokens, rows)
     decision = budget.decide(
         survey,
         budget.Measured(*sums, weights, of_rows),
@@ -50,25 +59,42 @@ def select_by_error(call: Call, prepared: Prepared, mass: Tensor, tokens: TokenM
         call.Hk,
         may_raise=call.recipe.quantized,
     )
-    counts, indices = _take_steps(call, prepared, first, decision.step, tokens)
-    return plan_from_lists(counts, indices, allowed, tokens, measured=decision.measured)
+    _take_steps(call, lists, first, decision.step, tokens)
+    return plan_of(lists, tokens, measured=decision.measured)
 
 
 def _common(call: Call, tokens: TokenMask) -> dict[str, Any]:
+    offset = within(tokens.offset, call.Lq, call.Lk)
+    sizes = BatchSizes(call.Lq, call.Lk, call.n_q, call.n_k, offset)
+    return {"sizes": sizes, "Hq": call.Hq, "CAUSAL": is_causal(tokens)}
+
+
+def _kind_arguments(tokens: TokenMask) -> dict[str, Any]:
+    kinds = kinds_under(tokens)
+    return {"kinds": kinds.data, "kind_strides": kinds.strides}
+
+
+def _scoring_arguments(
+    call: Call, queries: PreparedQueries, keys: PreparedKeys, tokens: TokenMask
+) -> dict[str, Any]:
+    q, k, mask = query_rows(call, queries), key_rows(call, keys), mask_of(tokens)
     return {
-        "Hq": call.Hq,
-        "Lq": call.Lq,
-        "Lk": call.Lk,
-        "n_q": call.n_q,
-        "n_k": call.n_k,
-        "offset": within(tokens.offset, call.Lq, call.Lk),
-        "CAUSAL": is_causal(tokens),
+        "q": q.data,
+        "q_scale": q.scale,
+        "q_strides": q.strides,
+        "k": k.data,
+        "k_scale": k.scale,
+        "k_strides": k.strides,
+        "mask": mask.data,
+        "mask_strides": mask.strides,
+        "MASK": mask_kind(tokens),
+        "TYPES": types_of(call),
     }
 
 
-def _first_steps(call: Call, mass: Tensor, tokens: TokenMask) -> tuple[Tensor, Tensor]:
+def _first_steps(call: Call, mass: Tensor, tokens: TokenMask, allowed: Tensor) -> Tensor:
+    """The first step that keeps each block; writes how many are allowed in each row."""
     first = torch.empty(mass.shape, dtype=torch.int32, device=mass.device)
-    allowed = torch.empty(mass.shape[:3], dtype=torch.int32, device=mass.device)
     launch(
         budget_kernel.first_steps,
         (call.n_q, call.Hq, call.B),
@@ -77,17 +103,21 @@ def _first_steps(call: Call, mass: Tensor, tokens: TokenMask) -> tuple[Tensor, T
         masses=constant(budget.step_masses(), torch.float64, mass.device),
         first=first,
         allowed=allowed,
-        **kind_arguments(tokens),
-        **forced_arguments(call, tokens, mass.device),
-        MASK=mask_arguments(tokens)["MASK"],
         STEPS=budget.N_STEPS,
+        **forced_blocks(call, tokens, mass.device),
+        **_kind_arguments(tokens),
         **_common(call, tokens),
     )
-    return first, allowed
+    return first
 
 
 def _dropped_masses(
-    call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask, rows: Tensor
+    call: Call,
+    queries: PreparedQueries,
+    keys: PreparedKeys,
+    first: Tensor,
+    tokens: TokenMask,
+    rows: Tensor,
 ) -> Tensor:
     n = rows.shape[2]
     dropped = torch.empty((*rows.shape, budget.N_STEPS), dtype=torch.float32, device=rows.device)
@@ -96,9 +126,7 @@ def _dropped_masses(
         (-(-n // 16), call.Hq, call.B),
         # Three TF32 products need more registers, and are not chained on sm_100.
         {"num_warps": 8, "num_stages": 1} if call.recipe.precision == "exact" else _OPTIONS,
-        **query_arguments(call, prepared),
-        **key_arguments(call, prepared),
-        **mask_arguments(tokens),
+        **_scoring_arguments(call, queries, keys, tokens),
         first=first,
         rows=rows.contiguous(),
         dropped=dropped,
@@ -112,84 +140,89 @@ def _dropped_masses(
 
 
 def _step_errors(
-    call: Call, prepared: OnDevice, first: Tensor, tokens: TokenMask, rows: Tensor
+    call: Call,
+    queries: PreparedQueries,
+    keys: PreparedKeys,
+    first: Tensor,
+    tokens: TokenMask,
+    rows: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(skipping, total, whole)` as `Measured` holds them."""
-    outs = _outputs(call, prepared, first, tokens, rows).double()
+    outs = _outputs(call, queries, keys, first, tokens, rows).double()
     exact = outs[..., -1:, :]
     if call.rounds:
-        exact = _exact_outputs(call, prepared, tokens, rows).double()
+        exact = _exact_outputs(call, queries, keys, tokens, rows).double()
     skipping = (outs[..., :-1, :] - outs[..., -1:, :]).abs().sum(-1)
     return skipping, (outs - exact).abs().sum(-1), exact[..., 0, :].abs().sum(-1)
 
 
-def _exact_outputs(call: Call, prepared: OnDevice, tokens: TokenMask, rows: Tensor) -> Tensor:
+def _exact_outputs(
+    call: Call, queries: PreparedQueries, keys: PreparedKeys, tokens: TokenMask, rows: Tensor
+) -> Tensor:
+    """Of the caller's own tensors."""
     recipe = replace(call.recipe, precision="exact", skipped="drop", pool_group=Recipe.pool_group)
     own = replace(call, recipe=recipe)
-    assert prepared.query is not None
-    assert prepared.key is not None
-    assert prepared.value is not None
-    plain = Prepared(Operands(prepared.query, prepared.key, prepared.value))
-    return _outputs(own, plain, None, tokens, rows)
+    assert queries.own is not None
+    assert keys.own_key is not None
+    assert keys.own_value is not None
+    plain = PreparedKeys(keys.own_key, keys.own_value)
+    return _outputs(own, PreparedQueries(queries.own), plain, None, tokens, rows)
 
 
 def _outputs(
-    call: Call, prepared: Prepared, first: Tensor | None, tokens: TokenMask, rows: Tensor
+    call: Call,
+    queries: PreparedQueries,
+    keys: PreparedKeys,
+    first: Tensor | None,
+    tokens: TokenMask,
+    rows: Tensor,
 ) -> Tensor:
     """Outputs of rows over the blocks of measured steps, then over all, `[B, Hq, m, S + 1, Dv]`."""
+    assert isinstance(queries.rows, QTensor) == call.recipe.quantized
     n_steps = 0 if first is None else len(budget.MEASURED_STEPS)
     shape = (*rows.shape, n_steps + 1, call.Dv)
     outs = torch.empty(shape, dtype=torch.float32, device=rows.device)
-    steps = constant(budget.MEASURED_STEPS, torch.int32, rows.device)
-    coded = isinstance(prepared.operands.query, QTensor)
-    # Which entries of a block count is found in the kernel.
-    pooled = pooled_arguments(call, prepared, outs if first is not None else None)
-    del pooled["pools"]
+    # Which blocks are pooled is found in the kernel.
+    pooled = PooledEntries() if first is None else pooled_entries(call, keys)
+    values, value_types = value_rows(call, keys)
     launch(
         budget_kernel.measure_rows,
         (rows.shape[2], call.Hq, call.B),
         _OPTIONS,
-        **query_arguments(call, prepared),
-        **key_arguments(call, prepared),
-        **value_arguments(call, prepared),
-        **pooled,
-        **mask_arguments(tokens),
-        **kind_arguments(tokens),
+        **_scoring_arguments(call, queries, keys, tokens),
+        **_kind_arguments(tokens),
+        v=values.data,
+        v_scale=values.scale,
+        v_strides=values.strides,
+        pooled=pooled,
         first=first,
-        steps=steps,
+        steps=constant(budget.MEASURED_STEPS, torch.int32, rows.device),
         rows=rows.contiguous(),
         outs=outs,
         group=call.Hq // call.Hk,
         n_rows=rows.shape[2],
         scale_log2=call.scale * LOG2E,
+        VALUES=value_types,
         STEPS=n_steps,
         BLOCK_S=STEPS_AT_ONCE if n_steps else 1,
+        POOL_GROUP=0 if pooled.k is None or keys.entries is None else keys.entries.group,
         **_common(call, tokens),
     )
-    assert coded == call.recipe.quantized
     return outs
 
 
 def _take_steps(
-    call: Call, prepared: OnDevice, first: Tensor, step: Tensor, tokens: TokenMask
-) -> tuple[Tensor, Tensor]:
-    counts = torch.empty(first.shape[:3], dtype=torch.int32, device=first.device)
-    indices, pools = torch.empty_like(first), None
-    if call.recipe.pools:
-        pools = torch.empty(first.shape, dtype=torch.uint8, device=first.device)
-        prepared.notes["pools"] = (indices, pools)
+    call: Call, lists: SelectedLists, first: Tensor, step: Tensor, tokens: TokenMask
+) -> None:
     launch(
         budget_kernel.take_steps,
         (call.n_q, call.Hq, call.B),
         {"num_warps": 4},
         first=first,
         step=step.contiguous(),
-        counts=counts,
-        indices=indices,
-        pools=pools,
-        **kind_arguments(tokens),
-        MASK=mask_arguments(tokens)["MASK"],
-        POOL=pools is not None,
+        **_kind_arguments(tokens),
+        counts=lists.counts,
+        indices=lists.indices,
+        pools=lists.pools,
         **_common(call, tokens),
     )
-    return counts, indices

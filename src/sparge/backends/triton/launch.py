@@ -27,7 +27,7 @@ class Launch:
 
     arguments: by the names of the kernel's parameters, constants included. options: what the
     compiler is told, such as `num_warps` and `num_stages`. touched: elements read or written of a
-    tensor argument, where these are fewer than it has.
+    tensor, where these are fewer than it has, by its name; `q.scale` is a field of a tuple.
     """
 
     kernel: Any
@@ -45,8 +45,7 @@ class Launch:
         """Bytes that go through memory if each tensor argument is read or written once."""
         return sum(
             self.touched.get(name, _elements(x)) * x.element_size()
-            for name, x in self.arguments.items()
-            if isinstance(x, Tensor)
+            for name, x in tensors_of(self.arguments)
         )
 
 
@@ -128,10 +127,19 @@ def _why_not_launched(name: str, error: Exception) -> Unsupported | None:
 
 def on_device_of(arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Triton compiles for, and launches on, the current device, wherever the tensors are."""
-    device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
+    device = next(x.device for _, x in tensors_of(arguments))
     if device.type in ("cpu", "meta"):
         return nullcontext()
     return torch.get_device_module(device.type).device(device)
+
+
+def tensors_of(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among arguments, and those in tuples by the name of their field."""
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            yield name, x
+        elif isinstance(x, tuple) and hasattr(x, "_asdict"):
+            yield from ((f"{name}.{field}", part) for field, part in tensors_of(x._asdict()))
 
 
 def _elements(x: Tensor) -> int:

@@ -11,89 +11,111 @@ Blocks that nothing may attend get 0; NaN marks what is not known.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from .attend_tiles import BIAS, BLOCK_K, BLOCK_Q, BOOL_MASK, LOWEST, as_held, sequence_of, wide
+from .primitives import (
+    BIAS,
+    BLOCK_K,
+    BLOCK_Q,
+    BOOL_MASK,
+    EXCLUDED,
+    LOG2E,
+    LOWEST,
+    add_scores,
+    as_held,
+    causal_stop,
+    held_share,
+    sequence_of,
+    wide,
+)
 
-EXCLUDED = tl.constexpr(0)
-LOG2E = tl.constexpr(1.4426950408889634)
+
+class Scored(NamedTuple):
+    """The keys and the mask that rows are scored against: of one head, from the first key of the
+    sequence on. scales: of its key blocks. mask: of the head, or None."""
+
+    keys: Any
+    stride_n: Any
+    scales: Any
+    mask: Any
+    stride_mm: Any
+    stride_mn: Any
+    Lk: Any
+
+
+class RowTile(NamedTuple):
+    """Rows to be scored: x `[rows, BLOCK_D]`, factor of their scores, row of the sequence, whether
+    it is used, and the last key that the diagonal shows, all `[rows]`."""
+
+    x: Any
+    factor: Any
+    rows: Any
+    used: Any
+    last_key: Any
 
 
 @triton.jit
-def first_block_of(tiles, pid, PER_TILE: tl.constexpr, PACKED: tl.constexpr):
+def first_block_of(tiles, pid, PER_TILE: tl.constexpr):
     """`(sequence, first query block of the sequence)` of a program; tiles never span sequences."""
-    if PACKED:
-        return tl.load(tiles + 2 * pid), tl.load(tiles + 2 * pid + 1)
-    return 0, pid * PER_TILE
+    seq, first = 0, pid * PER_TILE
+    if tiles is not None:
+        seq, first = tl.load(tiles + 2 * pid), tl.load(tiles + 2 * pid + 1)
+    return seq, first
 
 
 @triton.jit
-def may_attend(i, j, Lq, Lk, offset, kinds_row, CAUSAL: tl.constexpr, MASK: tl.constexpr):
-    """Whether any pair of query block i and key block j may attend."""
+def may_attend(i, j, own, kinds_row, CAUSAL: tl.constexpr):
+    """Whether any pair of query block i and key block j of a sequence may attend. kinds_row: kinds
+    of the blocks under a mask, or None."""
     i = i + j * 0  # the interpreter mixes up flags of different shapes
-    may = (j * BLOCK_K < Lk) & (i * BLOCK_Q < Lq)
+    may = (j * BLOCK_K < own.Lk) & (i * BLOCK_Q < own.Lq)
     if CAUSAL:
-        may = may & (j * BLOCK_K <= tl.minimum((i + 1) * BLOCK_Q, Lq) - 1 + offset)
-    if MASK:
+        may = may & (j * BLOCK_K <= tl.minimum((i + 1) * BLOCK_Q, own.Lq) - 1 + own.offset)
+    if kinds_row is not None:
         may = may & (tl.load(kinds_row + j, mask=may, other=0) != EXCLUDED)
     return may
 
 
-@triton.jit
-def held_share(j, Lk):
-    """log2(n / BLOCK_K) of the n valid keys of a block."""
-    size = tl.maximum(tl.minimum(Lk - j * BLOCK_K, BLOCK_K), 1)
-    return tl.math.log2(size.to(tl.float32) * (1.0 / BLOCK_K))
-
-
-@triton.jit
-def add_scores(s, best, total):
-    """Running maximum and sum of exponentials, base 2, of more scores `[rows, n]`."""
-    new = tl.maximum(best, tl.max(s, 1))
-    shift = tl.where(new == float("-inf"), 0.0, new)
-    total = total * tl.math.exp2(best - shift) + tl.sum(tl.math.exp2(s - shift[:, None]), 1)
-    return new, total
-
-
-@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "n_blocks_k", "offset"])
+@triton.jit(do_not_specialize=["sizes"])
 def predict_means(
-    q_pooled, k_pooled, k_similarity, least, kinds, mass, seqs, tiles,
-    stride_nb, stride_nh, Hq, group, Lq, Lk, n_q, n_k, n_blocks_k, offset, scale_log2,
-    BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    JUDGE: tl.constexpr, PACKED: tl.constexpr,
+    q_pooled, k_pooled, k_similarity, least, kinds, mass, pack, tiles, sizes, Hq, group, scale_log2,
+    BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Predictor `"mean"`: 16 query blocks of one head, KEYS key blocks at a time."""
+    """Predictor `"mean"`: 16 query blocks of one head, KEYS key blocks at a time. least: of each
+    head, the self-similarity below which a key block is not predicted; None judges none."""
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    seq, first = first_block_of(tiles, tl.program_id(0), 16, PACKED)
-    _, own_Lq, _, own_Lk, q_block0, k_block0, own_offset = sequence_of(
-        seqs, seq, Lq, Lk, offset, PACKED
-    )
+    seq, first = first_block_of(tiles, tl.program_id(0), 16)
+    own = sequence_of(pack, seq, sizes)
+    n_q, n_k, n_blocks_k = sizes.n_q, sizes.n_k, sizes.n_blocks_k
     i = first + tl.arange(0, 16)
-    here = i * BLOCK_Q < own_Lq
+    here = i * BLOCK_Q < own.Lq
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, KEYS)
     head, key_head = b * Hq + h, b * (Hq // group) + h // group
-    row = head * n_q + q_block0 + i
+    row = head * n_q + own.q_block0 + i
+    # q [16, BLOCK_D]
     q = tl.load(q_pooled + row[:, None] * BLOCK_D + d[None, :], mask=here[:, None], other=0.0)
     best = tl.full([16], float("-inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
-    own_n_k = tl.cdiv(own_Lk, BLOCK_K)
+    own_n_k = tl.cdiv(own.Lk, BLOCK_K)
     for step in tl.range(0, 2):
         for start in tl.range(0, own_n_k, KEYS):
             j = start + n
-            at = (key_head * n_blocks_k + k_block0 + j)[None, :] * BLOCK_D + d[:, None]
-            k = tl.load(k_pooled + at, mask=(j < own_n_k)[None, :], other=0.0)
-            s = tl.dot(q, k, input_precision="ieee") * scale_log2 + held_share(j, own_Lk)[None, :]
-            kinds_row = kinds
-            if MASK:
-                kinds_row = kinds + b * stride_nb + h.to(tl.int64) * stride_nh + i[:, None] * n_k
-            may = may_attend(i[:, None], j[None, :], own_Lq, own_Lk, own_offset, kinds_row,
-                             CAUSAL, MASK)  # fmt: skip
-            if JUDGE:
-                alike = tl.load(k_similarity + key_head * n_blocks_k + k_block0 + j,
+            at = (key_head * n_blocks_k + own.k_block0 + j)[None, :] * BLOCK_D + d[:, None]
+            k = tl.load(k_pooled + at, mask=(j < own_n_k)[None, :], other=0.0)  # [BLOCK_D, KEYS]
+            s = tl.dot(q, k, input_precision="ieee") * scale_log2 + held_share(j, own.Lk)[None, :]
+            kinds_row = kinds.data
+            if kinds.data is not None:
+                kinds_row = kinds.data + b * kinds.strides.b + h.to(tl.int64) * kinds.strides.h
+                kinds_row += i[:, None] * n_k
+            may = may_attend(i[:, None], j[None, :], own, kinds_row, CAUSAL)
+            if least is not None:
+                alike = tl.load(k_similarity + key_head * n_blocks_k + own.k_block0 + j,
                                 mask=j < own_n_k, other=0.0)  # fmt: skip
                 may = may & (alike >= tl.load(least + h))[None, :]
-            s = tl.where(may, s, float("-inf"))
+            s = tl.where(may, s, float("-inf"))  # [16, KEYS]
             if step == 0:
                 best, total = add_scores(s, best, total)
             else:
@@ -107,31 +129,32 @@ def predict_means(
 
 @triton.jit
 def score_rows(
-    q, factor, k_base, scales, mask_base, j, rows, used, Lk, last_key, stride_kn, stride_mm,
-    stride_mn, D: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr, MOST: tl.constexpr,
-    CODED: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    tile, scored, j, TYPES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    CODED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of some rows over key block j, base 2, `[rows, 64]`; -inf where masked."""
-    n, d = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    """Scores of a `RowTile` over key block j of a `Scored`, base 2, `[rows, 64]`; -inf where
+    masked."""
+    n, d = tl.arange(0, BLOCK_K), tl.arange(0, TYPES.BLOCK_D)
     first = wide(j) * BLOCK_K
-    left = Lk - j * BLOCK_K
-    k_at = k_base + first * stride_kn + n[None, :] * stride_kn + d[:, None]
+    left = scored.Lk - j * BLOCK_K
+    k_at = scored.keys + first * scored.stride_n + n[None, :] * scored.stride_n + d[:, None]
     if CODED:
-        k = tl.load(k_at)
-        x = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32)
+        k = tl.load(k_at)  # [BLOCK_D, 64]
+        x = tl.dot(tile.x, k, out_dtype=tl.int32).to(tl.float32)
     else:
-        k = tl.load(k_at, mask=(n < left)[None, :] & (d < D)[:, None], other=0.0)
-        if EXACT != "":
-            x = tl.dot(q, k.to(tl.float32), input_precision=EXACT)
+        k = tl.load(k_at, mask=(n < left)[None, :] & (d < TYPES.D)[:, None], other=0.0)
+        if TYPES.EXACT != "":
+            x = tl.dot(tile.x, k.to(tl.float32), input_precision=TYPES.EXACT)
         else:
-            x = tl.dot(q, as_held(k, HELD, MOST))
-    s = x * (factor * tl.load(scales + j))[:, None]
-    keep = (n < left)[None, :] & used[:, None]
+            x = tl.dot(tile.x, as_held(k, TYPES))
+    s = x * (tile.factor * tl.load(scored.scales + j))[:, None]
+    keep = (n < left)[None, :] & tile.used[:, None]
     if CAUSAL:
-        keep = keep & (j * BLOCK_K + n[None, :] <= last_key[:, None])
+        keep = keep & (j * BLOCK_K + n[None, :] <= tile.last_key[:, None])
     if MASK:
-        at = mask_base + rows[:, None].to(tl.int64) * stride_mm + (first + n[None, :]) * stride_mn
-        given = tl.load(at, mask=(n < left)[None, :] & used[:, None], other=0)
+        at = scored.mask + tile.rows[:, None].to(tl.int64) * scored.stride_mm
+        at = at + (first + n[None, :]) * scored.stride_mn
+        given = tl.load(at, mask=(n < left)[None, :] & tile.used[:, None], other=0)
         if MASK == BOOL_MASK:
             keep = keep & (given != 0)
         if MASK == BIAS:
@@ -143,77 +166,74 @@ def score_rows(
 
 
 @triton.jit
-def load_rows(
-    q, q_scale, at_head, row0, rows, used, scale_log2, stride_qm,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr, MOST: tl.constexpr,
-    CODED: tl.constexpr,
-):  # fmt: skip
-    """`(rows of q, factor of their scores)`; a factor of NaN for a row that is not finite."""
-    d = tl.arange(0, BLOCK_D)
+def load_rows(q, at_head, h, b, row0, rows, used, scale_log2, TYPES: tl.constexpr):
+    """`(rows of q [rows, BLOCK_D], factor of their scores [rows])`; a factor of NaN for a row that
+    is not finite. at_head: where the scales of the head begin."""
+    d = tl.arange(0, TYPES.BLOCK_D)
     token = (row0 + rows).to(tl.int64)
-    at = q + token[:, None] * stride_qm + d[None, :]
+    base = q.data + b * q.strides.b + wide(h) * q.strides.h
+    at = base + token[:, None] * q.strides.n + d[None, :]
     factor = tl.where(used, scale_log2, 0.0)
-    if CODED:
+    if q.scale is not None:
         own = tl.load(at, mask=used[:, None], other=0)
-        factor *= tl.load(q_scale + at_head + token, mask=used, other=0.0)
+        factor *= tl.load(q.scale + at_head + token, mask=used, other=0.0)
     else:
-        own = tl.load(at, mask=used[:, None] & (d < D)[None, :], other=0.0)
+        own = tl.load(at, mask=used[:, None] & (d < TYPES.D)[None, :], other=0.0)
         factor += tl.sum(own.to(tl.float32) * 0.0, 1)
-        own = as_held(own, HELD, MOST)
+        own = as_held(own, TYPES)
     return own, factor
 
 
-@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "n_blocks_k", "offset"])
+@triton.jit(do_not_specialize=["sizes"])
 def predict_rows(
-    q, k, q_scale, k_scale, q_pooled, k_pooled, mask, kinds, mass, seqs, tiles,
-    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
-    stride_mb, stride_mh, stride_mm, stride_mn, stride_nb, stride_nh,
-    Hq, group, Lq, Lk, n_q, n_k, n_blocks_k, offset, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, PER_BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, HELD: tl.constexpr, MOST: tl.constexpr, CODED: tl.constexpr,
-    EXACT: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, BLEND: tl.constexpr,
-    PACKED: tl.constexpr,
+    q, k, q_pooled, k_pooled, mask, kinds, mass, pack, tiles, sizes, Hq, group, scale_log2,
+    TYPES: tl.constexpr, SAMPLED: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Predictors `"rows"` and `"blend"`: BLOCKS query blocks, PER_BLOCK places in each of which
-    SAMPLED are rows."""
+    """Predictors `"rows"`, and `"blend"` if there are pooled tokens: BLOCKS query blocks, PER_BLOCK
+    places in each of which SAMPLED are rows."""
     ROWS: tl.constexpr = BLOCKS * PER_BLOCK
+    BLOCK_D: tl.constexpr = TYPES.BLOCK_D
+    BLEND: tl.constexpr = q_pooled is not None
+    CODED: tl.constexpr = q.scale is not None
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    seq, first = first_block_of(tiles, tl.program_id(0), BLOCKS, PACKED)
-    q_row0, own_Lq, k_row0, own_Lk, q_block0, k_block0, own_offset = sequence_of(
-        seqs, seq, Lq, Lk, offset, PACKED
-    )
+    seq, first = first_block_of(tiles, tl.program_id(0), BLOCKS)
+    own = sequence_of(pack, seq, sizes)
+    n_q, n_k, n_blocks_k = sizes.n_q, sizes.n_k, sizes.n_blocks_k
     h_k = (h // group).to(tl.int64)
     head, key_head = b * Hq + h, b * (Hq // group) + h_k
     place = tl.arange(0, ROWS)
     i = first + place // PER_BLOCK
-    n_valid = tl.minimum(own_Lq - i * BLOCK_Q, BLOCK_Q)
+    n_valid = tl.minimum(own.Lq - i * BLOCK_Q, BLOCK_Q)
     n_rows = tl.maximum(tl.minimum(SAMPLED, n_valid), 1)
     used = (n_valid > 0) & (place % PER_BLOCK < n_rows)
     rows = i * BLOCK_Q + (place % PER_BLOCK + 1) * n_valid // n_rows - 1
-    own_q, factor = load_rows(
-        q + b * stride_qb + h.to(tl.int64) * stride_qh, q_scale, head * Lq, q_row0, rows, used,
-        scale_log2, stride_qm, D, BLOCK_D, HELD, MOST, CODED,
-    )  # fmt: skip
-    k_base = k + b * stride_kb + h_k * stride_kh
-    if PACKED:
+    own_q, factor = load_rows(q, head * sizes.Lq, h, b, own.q_row0, rows, used, scale_log2, TYPES)
+    tile = RowTile(own_q, factor, rows, used, rows + own.offset)
+    k_base = k.data + b * k.strides.b + h_k * k.strides.h
+    if pack.table is not None:
         if CODED:
-            k_base += (k_block0 * BLOCK_K).to(tl.int64) * stride_kn
+            k_base += (own.k_block0 * BLOCK_K).to(tl.int64) * k.strides.n
         else:
-            k_base += k_row0.to(tl.int64) * stride_kn
-    scales = k_scale + key_head * n_blocks_k + k_block0
-    mask_base = mask
+            k_base += own.k_row0.to(tl.int64) * k.strides.n
+    mask_base = mask.data
     if MASK:
-        mask_base = mask + b * stride_mb + h.to(tl.int64) * stride_mh
-    last_key = rows + own_offset
+        mask_base = mask.data + b * mask.strides.b + h.to(tl.int64) * mask.strides.h
+    scales = k.scale + key_head * n_blocks_k + own.k_block0
+    scored = Scored(
+        k_base, k.strides.n, scales, mask_base, mask.strides.m, mask.strides.n, own.Lk
+    )  # fmt: skip
 
     blocks = first + tl.arange(0, BLOCKS)
-    here = blocks * BLOCK_Q < own_Lq
-    map_row = head * n_q + q_block0 + blocks
+    here = blocks * BLOCK_Q < own.Lq
+    map_row = head * n_q + own.q_block0 + blocks
     d = tl.arange(0, BLOCK_D)
-    kinds_row = kinds
+    kinds_row = kinds.data
     if MASK:
-        kinds_row = kinds + b * stride_nb + h.to(tl.int64) * stride_nh + blocks * n_k
+        kinds_row = kinds.data + b * kinds.strides.b + h.to(tl.int64) * kinds.strides.h
+        kinds_row += blocks * n_k
     if BLEND:
+        # q_mean [BLOCKS, BLOCK_D]
         q_mean = tl.load(q_pooled + map_row[:, None] * BLOCK_D + d[None, :], mask=here[:, None],
                          other=0.0)  # fmt: skip
     mean_best = tl.full([BLOCKS], float("-inf"), tl.float32)
@@ -221,21 +241,18 @@ def predict_rows(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    own_n_k = tl.cdiv(own_Lk, BLOCK_K)
+    own_n_k = tl.cdiv(own.Lk, BLOCK_K)
     stop = own_n_k
     if CAUSAL:
-        last_row = tl.minimum((first + BLOCKS) * BLOCK_Q, own_Lq) - 1 + own_offset
-        stop = tl.minimum(stop, tl.maximum(last_row + BLOCK_K, 0) // BLOCK_K)
+        last_row = tl.minimum((first + BLOCKS) * BLOCK_Q, own.Lq) - 1
+        stop = causal_stop(last_row, own.offset, own_n_k)
     for j in tl.range(0, stop):
-        s = score_rows(
-            own_q, factor, k_base, scales, mask_base, j, rows, used, own_Lk, last_key,
-            stride_kn, stride_mm, stride_mn, D, BLOCK_D, HELD, MOST, CODED, EXACT, CAUSAL, MASK,
-        )  # fmt: skip
+        s = score_rows(tile, scored, j, TYPES, CAUSAL, MASK, CODED)
         best, total = add_scores(s, best, total)
         if BLEND:
-            k_mean = tl.load(k_pooled + (key_head * n_blocks_k + k_block0 + j) * BLOCK_D + d)
-            s_mean = tl.sum(q_mean * k_mean[None, :], 1) * scale_log2 + held_share(j, own_Lk)
-            may = may_attend(blocks, j, own_Lq, own_Lk, own_offset, kinds_row, CAUSAL, MASK)
+            k_mean = tl.load(k_pooled + (key_head * n_blocks_k + own.k_block0 + j) * BLOCK_D + d)
+            s_mean = tl.sum(q_mean * k_mean[None, :], 1) * scale_log2 + held_share(j, own.Lk)
+            may = may_attend(blocks, j, own, kinds_row, CAUSAL)
             s_mean = tl.where(may, s_mean, float("-inf"))
             mean_best, mean_total = add_scores(s_mean[:, None], mean_best, mean_total)
 
@@ -246,16 +263,13 @@ def predict_rows(
     mean_shift = tl.where(mean_best == float("-inf"), 0.0, mean_best)
     mean_share = 1.0 / tl.where(mean_total == 0.0, 1.0, mean_total)
     for j in tl.range(0, stop):
-        s = score_rows(
-            own_q, factor, k_base, scales, mask_base, j, rows, used, own_Lk, last_key,
-            stride_kn, stride_mm, stride_mn, D, BLOCK_D, HELD, MOST, CODED, EXACT, CAUSAL, MASK,
-        )  # fmt: skip
+        s = score_rows(tile, scored, j, TYPES, CAUSAL, MASK, CODED)
         mine = tl.sum(tl.math.exp2(s - shift[:, None]), 1) * share
         found = tl.sum(tl.reshape(mine, [BLOCKS, PER_BLOCK]), 1) / tl.maximum(n_attending, 1.0)
         if BLEND:
-            k_mean = tl.load(k_pooled + (key_head * n_blocks_k + k_block0 + j) * BLOCK_D + d)
-            s_mean = tl.sum(q_mean * k_mean[None, :], 1) * scale_log2 + held_share(j, own_Lk)
-            may = may_attend(blocks, j, own_Lq, own_Lk, own_offset, kinds_row, CAUSAL, MASK)
+            k_mean = tl.load(k_pooled + (key_head * n_blocks_k + own.k_block0 + j) * BLOCK_D + d)
+            s_mean = tl.sum(q_mean * k_mean[None, :], 1) * scale_log2 + held_share(j, own.Lk)
+            may = may_attend(blocks, j, own, kinds_row, CAUSAL)
             s_mean = tl.where(may, s_mean, float("-inf"))
             found = (found + tl.math.exp2(s_mean - mean_shift) * mean_share) * 0.5
         tl.store(mass + map_row * n_k + j, found, mask=here)

@@ -1,6 +1,9 @@
-"""The four stages and the gradient, as `Stages` names them."""
+"""The stages and the gradient, as `Stages` names them."""
 
+from .attend import attend
 from .backward import backward
-from .one_pass import attend, predict, prepare_keys, prepare_queries, select
+from .predict import predict
+from .prepare import prepare_keys, prepare_queries
+from .select import select
 
 __all__ = ["attend", "backward", "predict", "prepare_keys", "prepare_queries", "select"]

@@ -15,15 +15,14 @@ from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import Call, Inputs
 from ...values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
 from ...values.recipe import KeepError
-from ...values.stages import Attended, AttendedPack, ChosenSequences
+from ...values.stages import Attended, AttendedPack, ChosenSequences, Prepared
 from ...values.tokenmask import TokenMask
-from .attend import attend_lists
-from .grids import why_too_many
-from .packed import Packed, pack
+from .architectures import why_too_many
+from .arguments import Lists, Packed, pack
+from .attend import attend_lists, in_tiles_that_fit, tiles_of
 from .predict import predict
-from .prepare import prepare
+from .prepare import prepare_keys, prepare_queries
 from .select import select_lists
-from .tiles import in_tiles_that_fit, tiles_of
 
 Stage = Callable[[str], AbstractContextManager[None]]
 
@@ -54,32 +53,36 @@ def attend_packed(
     packed = pack(cuts, align, inputs.query.device)
     tokens = TokenMask(call.Lq, call.Lk, call.is_causal)
     with stage("prepare"):
-        prepared = prepare(call, inputs, to_plan=True, to_attend=True, packed=packed)
+        keys = prepare_keys(
+            call, inputs.key, inputs.value, to_plan=True, to_attend=True, packed=packed
+        )
+        queries = prepare_queries(
+            call, inputs.query, mean=keys.mean, to_plan=True, to_attend=True, packed=packed
+        )
+        prepared = Prepared(queries, keys)
     mass = None
     if call.predicts:
         with stage("predict"):
             mass = predict(call, prepared, tokens)
     with stage("select"):
-        counts, indices, allowed = select_lists(call, prepared, mass, tokens)
-    noted = prepared.notes.get("pools")
-    pools = None if noted is None else noted[1]
-    lists = {"block_lists": indices, "n_full": None}
+        found = select_lists(call, prepared, mass, tokens)
+    lists = Lists(found.counts, found.indices)
 
     def attend() -> Attended:
-        done = _room(call, counts)
-        attend_lists(call, prepared, counts, tokens, lists, pools, done)
+        done = _empty(call, found.counts)
+        attend_lists(call, queries, keys, lists, found.pools, tokens, done, packed=packed)
         return done
 
     with stage("attend"):
         done = in_tiles_that_fit(call, attend)
     skips = done.pv_skips.sum(-1, dtype=torch.int32)
-    parts = (counts, indices, allowed, skips)
+    parts = (found.counts, found.indices, found.allowed, skips)
     return AttendedPack(
         done.out[0].transpose(0, 1), done.lse[0], lambda: list(_plans(call, parts, packed))
     )
 
 
-def _room(call: Call, counts: Tensor) -> Attended:
+def _empty(call: Call, counts: Tensor) -> Attended:
     """The output is written as it is packed, `[T, Hq, Dv]`."""
     out = counts.new_empty((call.Lq, call.Hq, call.Dv), dtype=call.dtype)
     lse = counts.new_empty((1, call.Hq, call.Lq), dtype=torch.float32)
