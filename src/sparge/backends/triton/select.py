@@ -80,7 +80,7 @@ def select_lists(
         kind_strides=kinds.strides,
         made=lists,
         pack=packed.of_queries(),
-        sizes=sizes,
+        **sizes._asdict(),
         Hq=call.Hq,
         group=call.Hq // call.Hk,
         RULE=rule,
