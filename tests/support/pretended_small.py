@@ -26,7 +26,8 @@ def attended(size: int) -> dict[str, object]:
         for name in ("first", "second"):
             done = [x for x in traffic.launches if x.kernel == "attend_blocks"]
             found[name] = [
-                [int(x.arguments["BLOCK_M"]), int(x.options["num_stages"]), x.shared] for x in done
+                [int(x.arguments["HOW"].BLOCK_M), int(x.options["num_stages"]), x.shared]
+                for x in done
             ]
             traffic.clear()
             if found["why"]:

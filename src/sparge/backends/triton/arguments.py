@@ -26,7 +26,6 @@ from .primitives import (
     BIAS,
     BOOL_MASK,
     NO_MASK,
-    BatchSizes,
     Kinds,
     KindStrides,
     Mask,
@@ -37,7 +36,6 @@ from .primitives import (
     Types,
     ValueTypes,
 )
-from .select_kernel import Forced
 
 LOG2E = math.log2(math.e)
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -265,9 +263,11 @@ def classify_blocks(tokens: TokenMask) -> Tensor:
         mask=given.data,
         kinds=kinds,
         strides=given.strides,
-        sizes=BatchSizes(
-            tokens.Lq, tokens.Lk, n_q, n_k, within(tokens.offset, tokens.Lq, tokens.Lk)
-        ),
+        Lq=tokens.Lq,
+        Lk=tokens.Lk,
+        n_q=n_q,
+        n_k=n_k,
+        offset=within(tokens.offset, tokens.Lq, tokens.Lk),
         heads=mask.shape[1],
         CAUSAL=is_causal(tokens),
         MASK=mask_kind(tokens),
@@ -344,10 +344,8 @@ def forced_blocks(call: Call, tokens: TokenMask, device: torch.device) -> dict[s
     window = recipe.window(tokens.is_causal)
     return {
         "ranges": protected_blocks(recipe.protect, call.Lq, call.Lk, tokens.offset, device),
-        "force": Forced(
-            sink=min(recipe.sink_blocks, call.n_k),
-            reach=min(window, far),
-            n_ranges=len(recipe.protect),
-        ),
+        "sink": min(recipe.sink_blocks, call.n_k),
+        "reach": min(window, far),
+        "n_ranges": len(recipe.protect),
         "NEAR": tokens.is_causal or window > 0,
     }

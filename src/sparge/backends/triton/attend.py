@@ -160,7 +160,7 @@ def attend_lists(
         mask_strides=mask.strides,
         Hq=call.Hq,
         group=call.Hq // call.Hk,
-        sizes=sizes,
+        **sizes._asdict(),
         scale_log2=abs(call.scale) * LOG2E,
         headroom=_headroom(call, packed),
         TYPES=types_of(call),

@@ -22,6 +22,7 @@ from .primitives import (
     Mask,
     PooledEntries,
     Rows,
+    Sizes,
     as_held,
     sequence_of,
     wide,
@@ -57,12 +58,14 @@ class Tensors(NamedTuple):
     pack: Any
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "n_blocks_k", "offset"])
 def attend_blocks(
-    tensors, q_strides, k_strides, v_strides, out_strides, mask_strides, Hq, group, sizes,
-    scale_log2, headroom, TYPES: tl.constexpr, VALUES: tl.constexpr, HOW: tl.constexpr,
+    tensors, q_strides, k_strides, v_strides, out_strides, mask_strides, Hq, group,
+    Lq, Lk, n_q, n_k, n_blocks_k, offset, scale_log2, headroom,
+    TYPES: tl.constexpr, VALUES: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """The whole of one program. q, k and v with scales are 8-bit codes."""
+    sizes = Sizes(Lq, Lk, n_q, n_k, n_blocks_k, offset)
     q = Rows(tensors.q, tensors.q_scale, q_strides)
     k = Rows(tensors.k, tensors.k_scale, k_strides)
     v = Rows(tensors.v, tensors.v_scale, v_strides)

@@ -66,7 +66,7 @@ def select_by_error(call: Call, prepared: Prepared, mass: Tensor, tokens: TokenM
 def _common(call: Call, tokens: TokenMask) -> dict[str, Any]:
     offset = within(tokens.offset, call.Lq, call.Lk)
     sizes = BatchSizes(call.Lq, call.Lk, call.n_q, call.n_k, offset)
-    return {"sizes": sizes, "Hq": call.Hq, "CAUSAL": is_causal(tokens)}
+    return {**sizes._asdict(), "Hq": call.Hq, "CAUSAL": is_causal(tokens)}
 
 
 def _kind_arguments(tokens: TokenMask) -> dict[str, Any]:

@@ -23,13 +23,14 @@ from .primitives import (
     BOOL_MASK,
     LOG2E,
     LOWEST,
+    BatchSizes,
     Rows,
     add_scores,
     as_held,
     causal_stop,
     wide,
 )
-from .select_kernel import AT_ONCE, allowed_of, is_forced, is_open, kinds_of_row
+from .select_kernel import AT_ONCE, Forced, allowed_of, is_forced, is_open, kinds_of_row
 
 ROWS = tl.constexpr(16)
 N = tl.constexpr(64)
@@ -48,12 +49,15 @@ def scored_head(k, k_scale, k_strides, mask, m_strides, h, b, h_k, key_head, siz
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["sizes", "force"])
+@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset", "sink", "reach", "n_ranges"])
 def first_steps(
-    mass, masses, ranges, kinds, first, allowed, kind_strides, Hq, sizes, force,
+    mass, masses, ranges, kinds, first, allowed, kind_strides,
+    Hq, Lq, Lk, n_q, n_k, offset, sink, reach, n_ranges,
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """One query block: 0 for forced blocks and where nothing is known, -1 for excluded blocks."""
+    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
+    force = Forced(sink, reach, n_ranges)
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_k = sizes.n_k
     row = (b * Hq + h) * sizes.n_q + i
@@ -93,13 +97,14 @@ def first_steps(
     tl.store(allowed + row, n_may)
 
 
-@triton.jit(do_not_specialize=["sizes", "n_rows"])
+@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset", "n_rows"])
 def survey_rows(
     q, k, q_scale, k_scale, mask, first, rows, dropped, q_strides, k_strides, mask_strides,
-    Hq, group, sizes, n_rows, scale_log2,
+    Hq, group, Lq, Lk, n_q, n_k, offset, n_rows, scale_log2,
     TYPES: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """16 rows of one head: the share of their mass that each step drops; 0 for rows of -1."""
+    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
     CODED: tl.constexpr = q_scale is not None
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     h_k = wide(h // group)
@@ -172,16 +177,17 @@ def score_row(
     return tl.where(keep, s, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["sizes", "n_rows"])
+@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset", "n_rows"])
 def measure_rows(
     q, k, v, q_scale, k_scale, v_scale, mask, kinds, first, steps, rows, outs, pooled,
     q_strides, k_strides, v_strides, mask_strides, kind_strides,
-    Hq, group, sizes, n_rows, scale_log2,
+    Hq, group, Lq, Lk, n_q, n_k, offset, n_rows, scale_log2,
     TYPES: tl.constexpr, VALUES: tl.constexpr, STEPS: tl.constexpr, BLOCK_S: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, POOL_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One row: outputs over the blocks of each of STEPS steps, then over all, `[STEPS + 1, DV]`, P
     and V rounded as `attend` rounds them."""
+    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
     CODED: tl.constexpr = q_scale is not None
     BLOCK_D: tl.constexpr = TYPES.BLOCK_D
     DV: tl.constexpr = VALUES.DV
@@ -278,11 +284,13 @@ def measure_rows(
     tl.store(at, out, mask=(slot <= STEPS)[:, None] & (dv < DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset"])
 def take_steps(
-    first, step, kinds, counts, indices, pools, kind_strides, Hq, sizes, CAUSAL: tl.constexpr
+    first, step, kinds, counts, indices, pools, kind_strides,
+    Hq, Lq, Lk, n_q, n_k, offset, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The lists of one query block, at the step that its head takes."""
+    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_k = sizes.n_k
     head = b * Hq + h
@@ -301,8 +309,8 @@ def take_steps(
         tl.store(indices + row * n_k + slot, j, mask=kept)
         n_kept += tl.sum(flags, 0)
         if pools is not None:
-            pool = is_open(i, j, sizes, kinds_row, may, CAUSAL) & (kept == 0)
-            tl.store(pools + row * n_k + j, pool.to(tl.uint8), mask=j < n_k)
+            opens = is_open(i, j, sizes, kinds_row, may, CAUSAL)
+            tl.store(pools + row * n_k + j, (opens & (kept == 0)).to(tl.uint8), mask=j < n_k)
     for start in tl.range(n_kept, n_k, AT_ONCE):
         j = start + n
         tl.store(indices + row * n_k + j, tl.full([AT_ONCE], -1, tl.int32), mask=j < n_k)

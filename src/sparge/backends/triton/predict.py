@@ -45,7 +45,7 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
         "kinds": kinds_under(tokens),
         "mass": mass,
         "pack": packed.of_queries(),
-        "sizes": sizes,
+        **sizes._asdict(),
         "Hq": call.Hq,
         "group": call.Hq // call.Hk,
         "scale_log2": call.scale * LOG2E,

@@ -24,6 +24,7 @@ from .primitives import (
     EXCLUDED,
     LOG2E,
     LOWEST,
+    Sizes,
     add_scores,
     as_held,
     causal_stop,
@@ -79,13 +80,15 @@ def may_attend(i, j, own, kinds_row, CAUSAL: tl.constexpr):
     return may
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "n_blocks_k", "offset"])
 def predict_means(
-    q_pooled, k_pooled, k_similarity, least, kinds, mass, pack, tiles, sizes, Hq, group, scale_log2,
+    q_pooled, k_pooled, k_similarity, least, kinds, mass, pack, tiles,
+    Lq, Lk, n_q, n_k, n_blocks_k, offset, Hq, group, scale_log2,
     BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Predictor `"mean"`: 16 query blocks of one head, KEYS key blocks at a time. least: of each
     head, the self-similarity below which a key block is not predicted; None judges none."""
+    sizes = Sizes(Lq, Lk, n_q, n_k, n_blocks_k, offset)
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq, first = first_block_of(tiles, tl.program_id(0), 16)
     own = sequence_of(pack, seq, sizes)
@@ -184,14 +187,16 @@ def load_rows(q, at_head, h, b, row0, rows, used, scale_log2, TYPES: tl.constexp
     return own, factor
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "n_blocks_k", "offset"])
 def predict_rows(
-    q, k, q_pooled, k_pooled, mask, kinds, mass, pack, tiles, sizes, Hq, group, scale_log2,
+    q, k, q_pooled, k_pooled, mask, kinds, mass, pack, tiles,
+    Lq, Lk, n_q, n_k, n_blocks_k, offset, Hq, group, scale_log2,
     TYPES: tl.constexpr, SAMPLED: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Predictors `"rows"`, and `"blend"` if there are pooled tokens: BLOCKS query blocks, PER_BLOCK
     places in each of which SAMPLED are rows."""
+    sizes = Sizes(Lq, Lk, n_q, n_k, n_blocks_k, offset)
     ROWS: tl.constexpr = BLOCKS * PER_BLOCK
     BLOCK_D: tl.constexpr = TYPES.BLOCK_D
     BLEND: tl.constexpr = q_pooled is not None

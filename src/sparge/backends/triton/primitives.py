@@ -2,12 +2,16 @@
 
 Arguments that belong together are named tuples. Triton 3.6 to 3.9 take them as arguments of
 kernels, one machine argument for each field that is not a constant, and kernels may make and return
-them. A parameter in capitals is a `tl.constexpr`; if it is a tuple, its fields are plain numbers to
-Triton before 3.8: an operator or a builtin takes them, a function written in Triton (`tl.zeros`)
-does not, so functions get the whole tuple. No field is called `values` or `type`: Triton's tuples
-have attributes of these names. The order of a kernel's machine arguments (pointers, strides,
-numbers) is part of its machine code: registers are allocated by it. What follows a `return` under
-an `if` on a constant is compiled, too.
+them. What to know of them:
+
+- `do_not_specialize` does not reach into tuples, so lengths are arguments of their own.
+- The order of a kernel's machine arguments is part of its machine code: registers are allocated by
+  it. Pointers come first, then strides, then numbers.
+- No field is called `values` or `type`: Triton's tuples have attributes of these names.
+- A parameter in capitals is a `tl.constexpr`; if it is a tuple, its fields are plain numbers to
+  Triton before 3.8: an operator or a builtin takes them, a function written in Triton (`tl.zeros`)
+  does not, so functions get the whole tuple.
+- What follows a `return` under an `if` on a constant is compiled, too.
 """
 
 from __future__ import annotations

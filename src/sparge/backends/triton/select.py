@@ -33,7 +33,7 @@ def plan_of(
     plan = plan_from_lists(lists.counts, lists.indices, lists.allowed, tokens, measured=measured)
     if lists.pools is None:
         return plan
-    own = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    own = {field.name: getattr(plan, field.name) for field in fields(plan) if field.init}
     return PooledPlan(**own, pools=lists.pools).trust()
 
 
@@ -80,7 +80,7 @@ def select_lists(
         kind_strides=kinds.strides,
         made=lists,
         pack=packed.of_queries(),
-        sizes=sizes,
+        **sizes._asdict(),
         Hq=call.Hq,
         group=call.Hq // call.Hk,
         RULE=rule,

@@ -22,6 +22,8 @@ from .primitives import (
     BOOL_MASK,
     EXCLUDED,
     OPEN,
+    BatchSizes,
+    Sizes,
     causal_stop,
     sequence_of,
     wide,
@@ -107,13 +109,28 @@ def load_mass(mass_row, j, may):
     return m, m.to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["sizes", "force"])
+@triton.jit(
+    do_not_specialize=[
+        "Lq",
+        "Lk",
+        "n_q",
+        "n_k",
+        "n_blocks_k",
+        "offset",
+        "sink",
+        "reach",
+        "n_ranges",
+    ]
+)
 def select_blocks(
     mass, amounts, q_similarity, k_similarity, least, ranges, kinds, made, pack, kind_strides, Hq,
-    group, sizes, force, RULE: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr,
+    group, Lq, Lk, n_q, n_k, n_blocks_k, offset, sink, reach, n_ranges,
+    RULE: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """One query block of one head, into `made`, the `SelectedLists`. least: of each head, the
     self-similarity below which a block is kept; None judges none."""
+    sizes = Sizes(Lq, Lk, n_q, n_k, n_blocks_k, offset)
+    force = Forced(sink, reach, n_ranges)
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq = 0
     if pack.table is not None:
@@ -216,8 +233,9 @@ def select_blocks(
         n_kept += tl.sum(flags, 0)
         n_allowed += tl.sum(may.to(tl.int32), 0)
         if made.pools is not None:
-            pool = is_open(i_q, j, own, kinds_row, may, CAUSAL) & (kept == 0)
-            tl.store(made.pools + row * n_k + j, pool.to(tl.uint8), mask=j < own_n_k)
+            opens = is_open(i_q, j, own, kinds_row, may, CAUSAL)
+            at = made.pools + row * n_k + j
+            tl.store(at, (opens & (kept == 0)).to(tl.uint8), mask=j < own_n_k)
     for start in tl.range(n_kept, n_k, AT_ONCE):
         j = start + n
         tl.store(made.indices + row * n_k + j, tl.full([AT_ONCE], -1, tl.int32), mask=j < n_k)
@@ -225,9 +243,13 @@ def select_blocks(
     tl.store(made.allowed + row, n_allowed)
 
 
-@triton.jit(do_not_specialize=["sizes"])
-def classify_blocks(mask, kinds, strides, sizes, heads, CAUSAL: tl.constexpr, MASK: tl.constexpr):
+@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset"])
+def classify_blocks(
+    mask, kinds, strides, Lq, Lk, n_q, n_k, offset, heads,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
     """Excluded, mixed or open, of every block under the caller's mask and the diagonal."""
+    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
     j, i = tl.program_id(0), tl.program_id(1)
     b, h = tl.program_id(2) // heads, tl.program_id(2) % heads
     base = mask + b.to(tl.int64) * strides.b + h.to(tl.int64) * strides.h
