@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from ..api.accuracy import output_error
 from ..api.attention import attention
 from ..routing import AUTO
-from ..support.accelerator import capturing
 from ..values.geometry import allowed_blocks as blocks_of_head
 from ..values.recipe import Recipe
 from ..values.run import Run, unwatch, watch
 from ..values.schedule import Context
-from .plan_reuse import PlanKeeper
 from .report import LayerReport
 from .tally import Tally, is_sparse
 
@@ -83,7 +81,6 @@ class Site:
         self.now: Recipe | None = None
         self._refusal: ValueError | None = None
         self.context = Context()
-        self._keeper = PlanKeeper()
         # Two models may have layers of one name; a label belongs to one site.
         self.label = f"{self.name}#{next(_numbers)}"
         self._lock, self._tally, self._last = threading.Lock(), Tally(), threading.local()
@@ -156,47 +153,15 @@ class Site:
         by_hand = not torch.compiler.is_compiling()
         if by_hand and self.tap is not None:
             self.tap(query, key, value, arguments)
-        result = None
-        if by_hand and recipe is not None and not return_lse:
-            result = self._attend_with_kept_plan(query, key, value, arguments, recipe)
-        if result is None:
-            chosen: dict[str, Any] = {"recipe": recipe, "backend": self.backend}
-            chosen |= {"label": self.label, "return_lse": return_lse}
-            result = attention(query, key, value, **arguments, **chosen)
+        chosen: dict[str, Any] = {"recipe": recipe, "backend": self.backend}
+        chosen |= {"label": self.label, "return_lse": return_lse}
+        result = attention(query, key, value, **arguments, **chosen)
         if by_hand and self.measure_error and getattr(self._last, "measurable", False):
             out = result[0] if return_lse else result
             error = output_error(query, key, value, out, **arguments).mean(0).tolist()
             with self._lock:
                 self._tally.add_error(error)
         return result
-
-    def _attend_with_kept_plan(
-        self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any], recipe: Recipe
-    ) -> Tensor | None:
-        """The output by a plan of an earlier step, or by one that is kept for later steps; None
-        where the schedule keeps none."""
-        schedule, step = getattr(self.recipe, "schedule", None), self.context.step
-        if schedule is None or not schedule.reuse_steps or step is None:
-            return None
-        if capturing(query.device):  # whether a plan still fits is read from the device
-            return None
-        done = self._keeper.attend(
-            query,
-            key,
-            value,
-            arguments,
-            recipe=recipe,
-            backend=self.backend,
-            schedule=schedule,
-            step=step,
-        )
-        if done is None:
-            return None
-        out, run, reused = done
-        self._note(run)
-        with self._lock:
-            self._tally.counts["reused"] += reused
-        return out
 
     def reset(self) -> None:
         with self._lock:

@@ -142,7 +142,6 @@ class Tally:
             recipe=recipe,
             by_recipe=tuple(RecipeReport(r, **n) for r, n in self.by_recipe.items()),
             estimated=counts["estimated"],
-            plans_reused=counts["reused"],
             parallel=dict(self.parallel),
             bytes_sent=counts["sent"],
             dense_ring_bytes=counts["dense_sent"],
