@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import sparge
 import tiny_models as tiny
-from sparge.values.run import _watchers
+from sparge.engine.recording import _watchers
 from tiny_models import ids_of, implementations, is_plain, same, sparse_calls
 
 CLOSE = {"rtol": 0.0, "atol": 2e-6}

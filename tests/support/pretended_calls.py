@@ -23,7 +23,8 @@ from pretended_card import CARDS, Traffic
 from pretended_driver import Launched, pretended
 from sparge import DEFAULT, VISION, KeepFraction, KeepMass, Recipe
 from sparge.backends.triton.launch import Launch, watch_launches
-from sparge.values.run import Run, watch
+from sparge.engine.recording import watch
+from sparge.values.run import Run
 from sparge_tools.static.compile import build, specialize
 from sparge_tools.static.targets import TARGETS, Target
 from sparge_tools.static.variants import FP8, STAGES, Variant, launches_of

@@ -16,9 +16,10 @@ import sparge
 from accelerators import host_activity, packed_call, pretend_stream
 from calls import tensors
 from sparge import KeepError, KeepFraction, Recipe
+from sparge.engine.recording import unwatch, watch
 from sparge.support.accelerator import TorchAccelerator, accelerator
 from sparge.values.blockplan import plan_from_mask
-from sparge.values.run import NUMBERS, unwatch, watch
+from sparge.values.run import NUMBERS
 
 SPARSE = Recipe(KeepFraction(0.5), precision="exact")
 BUDGET = Recipe(KeepError(0.2), precision="int8")

@@ -14,6 +14,7 @@ from ..backends.reference.sampled_rows import sampled_error as _sampled_error
 from ..engine.check import check_call, check_plan
 from ..engine.execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
 from ..engine.ops import facts_of, plan_of_tensors
+from ..engine.recording import note
 from ..routing import Choice
 from ..routing.call_cache import check_and_choose
 from ..support.autocast import as_autocast
@@ -22,7 +23,6 @@ from ..values.blockplan import BlockPlan
 from ..values.call import Inputs
 from ..values.qtensor import Operands
 from ..values.recipe import EXACTLY, Recipe
-from ..values.run import note
 from ..values.tokenmask import as_4d
 
 if TYPE_CHECKING:

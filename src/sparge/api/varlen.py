@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..engine.check import check_boundaries, check_varlen
 from ..engine.execute_varlen import choices, run_together, run_varlen, sequence
+from ..engine.recording import apart, note
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO
 from ..values.call import Call
 from ..values.recipe import Recipe
-from ..values.run import apart, note
 from .attention import PackedOptions, attention, wants_op
 
 if TYPE_CHECKING:

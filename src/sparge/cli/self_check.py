@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..api.attention import attention, make_plan
+from ..engine.recording import record
 from ..routing import AUTO, DENSE, backends
 from ..support.errors import Unsupported
 from ..synthetic import structured_qkv
 from ..values.recipe import DEFAULT, KeepAll, KeepFraction, Recipe
-from ..values.run import record
 from .truth import Truth, relative_l1
 
 Inputs = tuple[Tensor, Tensor, Tensor]

@@ -19,11 +19,12 @@ from ..values.backend import DENSE, torch_capability
 from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs
 from ..values.geometry import allowed_blocks
-from ..values.run import Run, note
+from ..values.run import Run
 from ..values.stages import Attended, Prepared
 from ..values.tokenmask import EXCLUDED, TokenMask
 from .attend_heads import attend_heads
 from .counted import count_blocks, numbers_of
+from .recording import note
 from .stopwatch import Stopwatch
 
 Counted = dict[str, Tensor]

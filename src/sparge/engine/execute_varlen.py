@@ -16,10 +16,11 @@ from ..values.backend import DENSE
 from ..values.call import Call, Inputs, work_dtype
 from ..values.geometry import diagonal_offset
 from ..values.recipe import KeepAll, Recipe
-from ..values.run import Run, note, when_read
+from ..values.run import Run, when_read
 from ..values.stages import AttendedPack, PackedStages, SomeOf
 from .counted import count_blocks
 from .execute import run_attention, run_dense, run_of_counted, tokens_of, undisturbed
+from .recording import note
 from .stopwatch import Stopwatch
 
 Cuts = tuple[list[int], list[int]]

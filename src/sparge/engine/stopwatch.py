@@ -14,7 +14,7 @@ from ..routing import Choice
 from ..support.accelerator import Mark, accelerator, to_host
 from ..support.later import Later
 from ..values.call import Call
-from ..values.run import recording
+from .recording import recording
 
 K = TypeVar("K", bound=Hashable)
 _UNTIMED = nullcontext()

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ..api.accuracy import output_error
 from ..api.attention import attention
+from ..engine.recording import unwatch, watch
 from ..routing import AUTO
 from ..values.geometry import allowed_blocks as blocks_of_head
 from ..values.recipe import Recipe
-from ..values.run import Run, unwatch, watch
+from ..values.run import Run
 from ..values.schedule import Context
 from .report import LayerReport
 from .tally import Tally, is_sparse

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..api.attention import PackedOptions
 from ..engine.check import check_call
 from ..engine.execute import undisturbed
+from ..engine.recording import note, recording
 from ..routing import Choice, backends, choose, get_backend, host
 from ..routing.choose import asked_backend
 from ..support.autocast import as_autocast
@@ -31,7 +32,6 @@ from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs
 from ..values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset
 from ..values.recipe import KeepAll, Recipe
-from ..values.run import note, recording
 from .agree import agree
 from .exchange import Exchange
 from .global_plan import make_global_plan

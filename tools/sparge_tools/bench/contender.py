@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.api.attention import attention, explain, make_plan
+from sparge.engine.recording import record
 from sparge.support.errors import Unsupported
 from sparge.support.turns import HOST, timer
 from sparge.values.blockplan import BlockPlan
-from sparge.values.run import Run, record
+from sparge.values.run import Run
 
 from .flash import KINDS as FLASH_KINDS
 from .flash import flash_attention

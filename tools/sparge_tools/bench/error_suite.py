@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.api.attention import attention
+from sparge.engine.recording import record
 from sparge.values.recipe import KeepError, Recipe
-from sparge.values.run import record
 
 from .adversarial import Adversary
 

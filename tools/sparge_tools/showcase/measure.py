@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge.engine.recording import record
 from sparge.models import accelerate
 from sparge.models.handle import Handle
 from sparge.support.turns import no_garbage_collection, take_turns
 from sparge.values.geometry import BLOCK_Q
 from sparge.values.recipe import DEFAULT, Recipe
-from sparge.values.run import record
 
 from .. import zoo
 from ..evaluate.logits import Outputs, compare, outputs_of, splits

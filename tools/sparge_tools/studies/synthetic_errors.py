@@ -28,12 +28,12 @@ from sparge.cli.machine import load_text, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.cli.table import Column, Table, error, milliseconds, share
 from sparge.cli.truth import Truth, relative_l1
+from sparge.engine.recording import record
 from sparge.routing import get_backend
 from sparge.support.turns import take_turns
 from sparge.synthetic import structured_qkv
 from sparge.values.blockplan import BlockPlan
 from sparge.values.recipe import DEFAULT, KeepAll, KeepFraction, KeepMass, Recipe
-from sparge.values.run import record
 
 BACKEND = "cpu" if native.why_missing() is None else "reference"
 RECIPES = {

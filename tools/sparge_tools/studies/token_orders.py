@@ -27,11 +27,11 @@ from sparge.cli.arguments import add_json, check_file, whole, words
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.cli.table import Column, Table, error, share
+from sparge.engine.recording import record
 from sparge.reorder import check_grid, check_order, reorder_tokens, restore_tokens
 from sparge.rules.exact_rows import row_outputs
 from sparge.values.geometry import BLOCK_K, BLOCK_Q, in_blocks
 from sparge.values.recipe import KeepError, KeepMass, Recipe
-from sparge.values.run import record
 from sparge.values.tokenmask import TokenMask
 
 from ..synthetic_video import video_qkv

@@ -21,11 +21,11 @@ from ...values.backend import AUTO, DENSE, Backend
 from ...values.blockplan import BlockPlan, plan_from_mask
 from ...values.call import Call, Inputs, work_dtype
 from ...values.recipe import KeepAll, Recipe, recipe_from_json
-from ...values.run import note
 from ...values.stages import Saved
 from ..check import check_boundaries, check_call, check_plan, check_varlen
 from ..execute import run_attend, run_attention, run_plan, tokens_of, undisturbed
 from ..execute_varlen import run_varlen
+from ..recording import note
 from . import meta
 
 _FACTS = "bool is_causal, SymInt offset, float scale, str recipe"

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...api.attention import attention
 from ...api.varlen import attention_varlen
+from ...engine.recording import record
 from ...models.report import Report
 from ...values.recipe import Recipe
-from ...values.run import record
 from .batch import Pack, Request
 from .counters import Counters, WorkerReport
 from .refusals import LEFT_DENSE
