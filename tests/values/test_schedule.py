@@ -171,14 +171,14 @@ def test_a_clock_turns_sites_and_says_why_they_are_dense():
     ]
     followed = []
     clock = Clock(sites, [lambda: followed.append(clock.context if followed else None)])
-    assert [site.recipes()[0] for site in sites] == [None, None, LESS]
+    assert [site.recipe_now() for site in sites] == [None, None, LESS]
     assert (sites[0].left_out, sites[1].left_out) == (NO_POSITION, DENSE_LAYER)
     with clock.inside(Context(progress=0.1)):
-        assert [site.recipes()[0] for site in sites] == [None, None, LESS]
+        assert [site.recipe_now() for site in sites] == [None, None, LESS]
         assert sites[0].left_out == BY_SCHEDULE
         with clock.inside(Context(progress=0.5)):
-            assert [site.recipes()[0] for site in sites] == [LESS, None, LESS]
-        assert sites[0].recipes()[0] is None
+            assert [site.recipe_now() for site in sites] == [LESS, None, LESS]
+        assert sites[0].recipe_now() is None
     assert sites[0].left_out == NO_POSITION
     assert len(followed) == 5
 

@@ -40,11 +40,14 @@ class Outcome:
     run: Run | None = None
 
 
-def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
-    """The whole way of one call. The run is returned, not noted: varlen gathers several."""
+def run_attention(call: Call, choice: Choice, inputs: Inputs, *, recorded: bool = False) -> Outcome:
+    """The whole way of one call. The run is returned, not noted: varlen gathers several.
+
+    recorded: make a run, though nobody records.
+    """
     tokens = tokens_of(call, inputs)
     choice = settle(call, choice)
-    watch = Stopwatch(call, choice, inputs.query.device)
+    watch = Stopwatch(call, choice, inputs.query.device, recorded=recorded)
     if choice.backend == DENSE:
         return run_dense(call, inputs, tokens, watch)
     backend = get_backend(choice.backend)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...reorder.orders import HILBERT
 from ..adapters import Attached, Found
 from ..clock import Clock
-from ..sdpa import Intercept, Route
+from ..route import Intercept, Route
 from ..site import Site
 from ..tokens import Tokens
 from .reach import SDPA, attention_modules
