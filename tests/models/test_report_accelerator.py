@@ -195,6 +195,25 @@ def test_a_serving_layer_reads_a_call_when_the_device_is_done(gpu, monkeypatch):
     assert report.seconds == 1.5, "by the caller's clock"
 
 
+def test_a_pack_of_a_served_layer_reads_nothing(gpu, monkeypatch):
+    """Its cuts were made on the host, and stay there."""
+    from sparge.serving.vllm.batch import Step, make_pack
+    from sparge.serving.vllm.routing import Shape
+    from sparge.serving.vllm.worker import ServedLayer
+
+    stream = pretend_stream(monkeypatch)
+    layer = ServedLayer("a", Shape(2, 2, 16, torch.float32, "cpu", 0.25, SPARSE), "gpu")
+    rows = torch.randn(3, 700, 2, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+    pack = make_pack(Step.of([0, 300, 700], [300, 400]), [0, 1], *rows, gather=None)
+    output = torch.zeros(700, 2, 16)
+    with host_activity(monkeypatch) as seen:
+        layer.attend(pack, output)
+    assert seen == []
+    assert (stream.waits, layer.tokens) == (0, {"served": 700})
+    report = layer.tally.report("a", SPARSE)
+    assert (report.calls, report.sparse_calls) == (2, 2)
+
+
 # --- masks of transformers models ---------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from ..values.recipe import Recipe
 from .clock import known_recipes
 from .own_attention import why_own
 from .site import Site
-from .tokens import Placed, Ranges, Tokens, check_ranges, protected_ranges
+from .tokens import OpenRanges, Placed, Ranges, Tokens, check_ranges, protected_ranges
 from .ulysses import HeadShare
 
 Own = Callable[..., Tensor]
@@ -129,7 +129,7 @@ class Route:
         hidden states are in order, a mask must follow them."""
         tokens, (Lq, Lk) = self.tokens, call.lengths
         if call.is_self_attention and self.known_ranges:
-            check_ranges(self.known_ranges, int(Lq))
+            _check_ranges(self.known_ranges, int(Lq))
         if tokens is None:
             return call, Placement()
         if tokens.permuted:
@@ -203,7 +203,7 @@ class Route:
             return None
         place = () if placed is None else (*placed.grid, placed.start)
         order = "" if placed is None else placed.order
-        return protected_ranges(recipe.protect, L, others, place, order)
+        return _protected_ranges(recipe.protect, L, others, place, order)
 
     def run_own(self, reason: str, call: SdpaCall) -> Any:
         """The model's own attention, counted with the reason; torch's where an LSE is wanted."""
@@ -219,6 +219,21 @@ class Route:
             _dense_with_lse if call.return_lse else own, call.query, call.key, call.value, **given
         )
         return self.site.run_own(reason, own, call.query, call.key, is_causal=call.is_causal)
+
+
+# A graph finds ranges once, while it is traced, from plain numbers.
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
+    return check_ranges(known, L)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _protected_ranges(
+    ranges: OpenRanges, L: int, others: Ranges, place: tuple[int, ...], order: str
+) -> Ranges:
+    return protected_ranges(ranges, L, others, place, order)
 
 
 def _dense_with_lse(

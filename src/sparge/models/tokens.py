@@ -184,36 +184,23 @@ def absolute_ranges(ranges: Sequence[tuple[int, int | None]], L: int) -> list[tu
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
-    """Refuse protected ranges that reach out of L tokens; a graph does it while it is traced."""
-    return _check_ranges(known, L)
-
-
 @lru_cache(maxsize=256)
-def _check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
+def check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
+    """Refuse protected ranges that reach out of L tokens."""
     for ranges in known:
         absolute_ranges(ranges, L)
     return True
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@lru_cache(maxsize=256)
 def protected_ranges(
     ranges: OpenRanges, L: int, others: Ranges, place: tuple[int, ...], order: str
 ) -> Ranges:
     """Where protected tokens stand in attention, and the others that are protected with them.
 
     ranges: in the model's own order of L tokens. others: where they stand already. place: the grid
-    of visual tokens and where it begins, if they are put in `order`; or empty. All are plain
-    numbers, so that a graph finds the ranges once, while it is traced.
+    of visual tokens and where it begins, if they are put in `order`; or empty.
     """
-    return _protected_ranges(ranges, L, others, place, order)
-
-
-@lru_cache(maxsize=256)
-def _protected_ranges(
-    ranges: OpenRanges, L: int, others: Ranges, place: tuple[int, ...], order: str
-) -> Ranges:
     own = tuple(absolute_ranges(ranges, L))
     if place and own:
         T, H, W, start = place
