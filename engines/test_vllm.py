@@ -41,12 +41,12 @@ def test_tokens_are_those_of_transformers(llm, prompts, expected, chunk):
     """Three prompts at once: chunks of prompts beside the decoding of others."""
     with engine.recipe_of(EXACT, "cpu") as worker, engine.chunks_of(llm, chunk):
         assert engine.generate(llm, prompts) == expected
-    counts = worker.layers[FIRST].counters
+    counts = worker.layers[FIRST]
     assert counts.tokens["served"] == sum(map(len, prompts))
     assert counts.tokens["own"] == 0
-    assert counts.fallbacks == {}
+    assert counts.tally.fallbacks == {}
     pieces = sum(-(-len(prompt) // chunk) if chunk else 1 for prompt in prompts)
-    assert sum(counts.ran.values()) == pieces
+    assert sum(counts.tally.ran.values()) == pieces
     # The first token of a prompt comes from its prefill.
     assert counts.tokens["decode"] == sum(map(len, expected)) - len(prompts)
 
@@ -57,7 +57,7 @@ def test_a_prefix_from_the_cache_changes_no_token(llm, prompts, expected):
         worker.reset()
         assert engine.generate(llm, prompts[:1]) == expected[:1]
     # 600 tokens are four whole blocks of 128 of the cache.
-    assert worker.layers[FIRST].counters.tokens["served"] == 900 - 512
+    assert worker.layers[FIRST].tokens["served"] == 900 - 512
 
 
 def test_chunks_change_no_token_of_the_default_recipe(llm, essay):
@@ -92,7 +92,7 @@ def test_a_needle_is_found_with_the_default_recipe(llm, smollm2, depth):
     assert needle.answer in tokenizer.decode(answer)
     report = worker.report().report
     assert report.sparse_density < 0.75
-    assert worker.layers[FIRST].counters.tokens["served"] > 2500
+    assert worker.layers[FIRST].tokens["served"] > 2500
 
 
 def test_prefills_and_decoding_share_a_step(llm, essay, expected, prompts):
@@ -106,7 +106,7 @@ def test_prefills_and_decoding_share_a_step(llm, essay, expected, prompts):
         inner.add_request("decoding", {"prompt_token_ids": prompts[2]}, params)
         for _ in range(3):
             inner.step()
-        before = worker.layers[FIRST].counters.tokens["decode"]
+        before = worker.layers[FIRST].tokens["decode"]
         assert before == 2
         inner.add_request("reading", {"prompt_token_ids": prompts[0]}, params)
         while inner.has_unfinished_requests():
@@ -119,8 +119,8 @@ def test_prefills_and_decoding_share_a_step(llm, essay, expected, prompts):
 def test_short_prompts_go_to_vllm_and_are_counted(llm, essay):
     with engine.recipe_of(sparge.DEFAULT) as worker, engine.chunks_of(llm, 0):
         engine.generate(llm, [essay[:100]], tokens=2)
-    counts = worker.layers[FIRST].counters
-    assert counts.fallbacks == {FEW_QUERIES: 1}
+    counts = worker.layers[FIRST]
+    assert counts.tally.fallbacks == {FEW_QUERIES: 1}
     assert counts.tokens["own"] == 100
     line = worker.report().line
     assert f"30x {FEW_QUERIES}" in line
@@ -137,7 +137,7 @@ def test_what_vllm_does_faster_goes_to_vllm(llm, essay):
         engine.generate(llm, [essay[:1000]], tokens=1)
         for name, own in before.items():
             worker.layers[name].own = own
-    assert worker.layers[FIRST].counters.fallbacks == {PREDICTED_OWN: 1}
+    assert worker.layers[FIRST].tally.fallbacks == {PREDICTED_OWN: 1}
 
 
 def test_a_report_has_every_layer(llm, essay):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparge.serving.vllm.layouts import Order
+from sparge.serving.vllm.cache_layout import Order
 
 cpu = pytest.importorskip("sparge.serving.vllm.cpu")
 

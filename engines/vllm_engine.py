@@ -38,7 +38,7 @@ def stop(llm):
     """End an engine, so that this process can start another."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from sparge.serving.vllm.served import WORKER
+    from sparge.serving.vllm.worker import WORKER
 
     llm.llm_engine.engine_core.shutdown()
     del llm
@@ -66,7 +66,7 @@ def chunks_of(llm, tokens):
 @contextmanager
 def recipe_of(recipe, backend="auto"):
     """Every layer with another recipe, without starting the engine again."""
-    from sparge.serving.vllm.served import WORKER
+    from sparge.serving.vllm.worker import WORKER
 
     before = {name: (each.shape, each.backend) for name, each in WORKER.layers.items()}
     for each in WORKER.layers.values():

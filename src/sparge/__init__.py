@@ -8,6 +8,7 @@ from .api.attention import attend, attention, explain, make_plan
 from .api.merge import merge
 from .api.varlen import attention_varlen
 from .backends.triton.warm import warm
+from .engine.recording import record
 from .models import accelerate
 from .routing import Backend, Choice, register_backend
 from .support.errors import Unsupported
@@ -17,7 +18,7 @@ from .values.geometry import BLOCK_K, BLOCK_Q
 from .values.profile import Profile
 from .values.qtensor import QTensor
 from .values.recipe import DEFAULT, VISION, KeepAll, KeepError, KeepFraction, KeepMass, Recipe
-from .values.run import Run, record
+from .values.run import Run
 from .values.schedule import Schedule
 
 __version__ = "0.1.0"

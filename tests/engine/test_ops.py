@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.library import opcheck
 
 import sparge
 from oracle import clustered_qkv, make_qkv
-from sparge import KeepMass, Recipe
+from sparge import KeepFraction, KeepMass, Recipe
+from sparge.api.attention import attention_and_run
 
 ops = torch.ops.sparge
 RECIPES = {p: Recipe(KeepMass(0.7), precision=p) for p in ("int8", "int8-fast", "half", "exact")}
@@ -63,6 +66,39 @@ def compiled():
     torch._dynamo.reset()
     yield lambda f, **options: torch.compile(f, fullgraph=True, backend="aot_eager", **options)
     torch._dynamo.reset()
+
+
+def test_protected_ranges_are_an_argument_of_the_op(compiled):
+    """In place of the recipe's own; a graph gives them as numbers and makes no recipe."""
+    q, k, v = make_qkv(Hq=2, Lq=700, D=16)
+    recipe = Recipe(KeepFraction(0.1), precision="exact", sink_blocks=0, protect=((0, 10),))
+    ranges = ((300, 330), (690, 700))
+    want, lse = sparge.attention(
+        q, k, v, recipe=replace(recipe, protect=ranges), backend="cpu", return_lse=True
+    )
+    assert not torch.equal(want, sparge.attention(q, k, v, recipe=recipe, backend="cpu"))
+    given = (q, k, v, None, None, False, 0, 0.25, recipe.to_json(), True, False, "cpu", "")
+    numbers = [300, 330, 690, 700]
+    out, found, *_ = ops.attention(*given, numbers)
+    assert torch.equal(out, want)
+    assert torch.equal(found, lse)
+    all_pass(opcheck(ops.attention, (*given, numbers)))
+
+    @compiled
+    def call(q, k, v):
+        out, *_ = attention_and_run(q, k, v, recipe=recipe, backend="cpu", protect=ranges)
+        return out
+
+    assert torch.equal(call(q, k, v), want)
+    with sparge.record() as runs:
+        eager, _, run = attention_and_run(q, k, v, recipe=recipe, backend="cpu", protect=ranges)
+    assert torch.equal(eager, want)
+    assert runs == [run]
+    assert run.recipe.protect == ranges
+    *_, unwanted = attention_and_run(q, k, v, recipe=recipe, backend="cpu")
+    *_, wanted = attention_and_run(q, k, v, recipe=recipe, backend="cpu", recorded=True)
+    assert unwanted is None
+    assert wanted.recipe == recipe
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8-fast", "half", "exact"])

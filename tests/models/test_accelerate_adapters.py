@@ -60,7 +60,7 @@ class Through:
         self.site = site
 
     def __call__(self, query, key, value):
-        recipe, _ = self.site.recipes()
+        recipe = self.site.recipe_now()
         if recipe is not None:
             return self.site.attend(query, key, value, {}, recipe=recipe)
         self.site.note_own(self.site.left_out, 0.0, allowed_blocks(query, key, is_causal=False))

@@ -191,7 +191,7 @@ def test_choices_by_the_built_in_estimate_are_told(source, told):
         sparge.attention(*torch.randn(3, 1, 1, 70, 16).unbind(0), backend="cpu")
     site = Site("layer", Recipe())
     object.__setattr__(runs[0], "cost_source", source)
-    site._note(runs[0])
+    site.note(runs[0])
     report = sparge.models.Report((site.report(),), None, {})
     assert ("1 calls were routed by the built-in cost estimate" in str(report)) == told
     assert report.to_dict()["layers"][0]["estimated"] == int(told)

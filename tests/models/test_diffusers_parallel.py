@@ -165,7 +165,7 @@ def test_parts_of_streams_come_back(streams, world):
     assert torch.equal(tokens_of_ranks(shards, 0, world), collected)
     assert torch.equal(collected[to_sequence(shards, CPU)], tokens)
     assert torch.equal(tokens[to_sequence(shards, CPU, back=True)], collected)
-    assert sum(shards.tokens_of(rank, rank + 1) for rank in range(world)) == len(tokens)
+    assert sum(shards.held_by(rank, rank + 1) for rank in range(world)) == len(tokens)
     assert torch.equal(collected, tokens) or not shards.in_order
 
 

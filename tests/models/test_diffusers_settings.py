@@ -9,7 +9,7 @@ import torch
 
 import sparge
 from sparge import KeepFraction, Profile, Recipe, Schedule
-from sparge.models.sdpa import Route
+from sparge.models.route import Route
 from sparge.models.site import Site
 from sparge.models.tokens import TokenMap, Tokens
 from sparge.values.fingerprint import fingerprint

@@ -12,7 +12,7 @@ import sparge
 import tiny_models as tiny
 from accelerators import host_activity, packed_call, pretend_stream
 from sparge import KeepFraction, Recipe
-from sparge.models.unread import MOST_UNREAD
+from sparge.models.tally import MOST_UNREAD, Tally
 from tiny_models import ids_of, padded
 
 SPARSE = Recipe(KeepFraction(0.5), precision="exact")
@@ -76,7 +76,7 @@ def test_a_layer_of_a_model_reads_nothing_before_its_report(gpu, monkeypatch):
 
 
 def unread(handle):
-    return [len(site._tally.unread) for _, site in handle._sites]
+    return [len(site.tally.unread) for _, site in handle._sites]
 
 
 def test_what_the_device_has_done_is_added_up_as_calls_go_by(gpu, monkeypatch):
@@ -169,33 +169,49 @@ def test_nothing_is_touched_while_a_graph_is_captured(gpu, monkeypatch):
 
 
 def test_a_serving_layer_reads_a_call_when_the_device_is_done(gpu, monkeypatch):
-    from sparge.serving.vllm.batch import Request
-    from sparge.serving.vllm.counters import Counters
-
-    stream, counters = pretend_stream(monkeypatch), Counters()
-    requests = [Request(i, n, n) for i, n in enumerate((20, 130, 370))]
+    stream, tally = pretend_stream(monkeypatch), Tally()
     with sparge.record() as runs:
         packed_call(SPARSE)
-    counters.add_served(requests, runs, 0.5)
+    tally.add(runs[0], recipe=SPARSE, seconds=0.5)
     assert stream.waits == 0
-    assert counters.density(3) is None
+    assert tally.sparse_density(calls=3) is None
     stream.complete()
     with sparge.record() as more:
         packed_call(SPARSE)
-    counters.add_served(requests, more, 0.5)
-    assert counters.density(3) == pytest.approx(runs[0].density)
+    tally.add(more[0], recipe=SPARSE, seconds=0.5)
+    assert tally.sparse_density(calls=3) == pytest.approx(runs[0].density)
     stream.is_capturing = True
     with sparge.record() as captured:
         packed_call(SPARSE)
     queries = stream.queries
-    counters.add_served(requests, captured, 0.5)
-    counters.density(3)
+    tally.add(captured[0], recipe=SPARSE, seconds=0.5)
+    tally.sparse_density(calls=3)
     assert (stream.waits, stream.queries) == (0, queries)
     stream.is_capturing = False
-    report = counters.report("layer", SPARSE)
+    report = tally.report("layer", SPARSE)
     assert stream.waits > 0
     assert (report.calls, report.kept) == (6, runs[0].kept + more[0].kept)
     assert sum(report.captured.values()) == 3
+    assert report.seconds == 1.5, "by the caller's clock"
+
+
+def test_a_pack_of_a_served_layer_reads_nothing(gpu, monkeypatch):
+    """Its cuts were made on the host, and stay there."""
+    from sparge.serving.vllm.batch import Step, make_pack
+    from sparge.serving.vllm.routing import Shape
+    from sparge.serving.vllm.worker import ServedLayer
+
+    stream = pretend_stream(monkeypatch)
+    layer = ServedLayer("a", Shape(2, 2, 16, torch.float32, "cpu", 0.25, SPARSE), "gpu")
+    rows = torch.randn(3, 700, 2, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+    pack = make_pack(Step.of([0, 300, 700], [300, 400]), [0, 1], *rows, gather=None)
+    output = torch.zeros(700, 2, 16)
+    with host_activity(monkeypatch) as seen:
+        layer.attend(pack, output)
+    assert seen == []
+    assert (stream.waits, layer.tokens) == (0, {"served": 700})
+    report = layer.tally.report("a", SPARSE)
+    assert (report.calls, report.sparse_calls) == (2, 2)
 
 
 # --- masks of transformers models ---------------------------------------------------------------

@@ -235,23 +235,6 @@ def test_a_recipe_of_the_context_in_a_pipeline():
     assert {step for step, _ in seen} == {0, 1, 2, 3}
 
 
-def test_plans_are_kept_over_steps_while_they_fit():
-    tiny = flux()
-    recipe = Recipe(KeepFraction(0.8), precision="exact")
-    reused = {}
-    for error in (0.9, 0.0):
-        schedule = Schedule(0.0, reuse_steps=2, reuse_error=error)
-        with sparge.accelerate(tiny.pipe, recipe, backend="cpu", schedule=schedule) as handle:
-            tiny(steps=6)
-            report = handle.report()
-        reused[error] = [layer.plans_reused for layer in report.layers]
-        assert all(layer.sparse_calls == 6 for layer in report.layers)
-    assert reused == {0.9: [4, 4, 4], 0.0: [0, 0, 0]}
-    with sparge.accelerate(tiny.pipe, recipe, backend="cpu") as handle:
-        tiny(steps=6)
-        assert not any(layer.plans_reused for layer in handle.report().layers)
-
-
 def test_a_pipeline_that_fails_begins_anew():
     tiny = flux()
     want = tiny.trace(steps=5)

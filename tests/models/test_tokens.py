@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparge import KeepFraction, Recipe
 from sparge.models.diffusers.models import RULES
 from sparge.models.tokens import (
     Placed,
@@ -13,7 +12,7 @@ from sparge.models.tokens import (
     Tokens,
     absolute_ranges,
     check_grid_option,
-    with_protected,
+    protected_ranges,
 )
 from sparge.reorder import token_order
 from tiny_denoisers import DENOISERS
@@ -125,14 +124,12 @@ def test_ranges_out_of_bounds_are_refused(each):
         absolute_ranges((each,), 10)
 
 
-def test_a_recipe_with_text_protected():
-    recipe = Recipe(KeepFraction(0.2), protect=((5, 7),))
+def test_text_is_protected_beside_the_ranges_of_a_recipe():
     placed = Placed(GRID, 5, "hilbert")
-    made = with_protected(recipe.to_json(), 29, ((0, 5),), placed)
-    assert made.keep == recipe.keep
-    assert made.protect[-1] == (0, 5)
-    assert set(made.protect[:-1]) == set(placed.move_ranges(((5, 7),)))
-    assert with_protected(recipe.to_json(), 29, (), None).protect == ((5, 7),)
+    made = protected_ranges(((5, 7),), 29, ((0, 5),), (*GRID, 5), "hilbert")
+    assert made[-1] == (0, 5)
+    assert set(made[:-1]) == set(placed.move_ranges(((5, 7),)))
+    assert protected_ranges(((5, 7), (-1, None)), 29, (), (), "") == ((5, 7), (28, 29))
 
 
 @pytest.mark.parametrize("name", DENOISERS)

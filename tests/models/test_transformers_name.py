@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import sparge
 import sparge.models.transformers.attention_function as adapter
 import tiny_models as tiny
+from sparge.models import Site
 from tiny_models import ids_of, padded
 
 CLOSE = {"rtol": 0.0, "atol": 2e-6}
@@ -25,8 +26,7 @@ def no_grad():
 @pytest.fixture
 def exactly(monkeypatch):
     """The name keeps everything, and runs in the sparse kernel."""
-    monkeypatch.setattr(adapter._ANYWHERE, "recipe", tiny.SAME)
-    monkeypatch.setattr(adapter._ANYWHERE, "backend", "cpu")
+    monkeypatch.setattr(adapter, "_ANYWHERE", Site("by name", tiny.SAME, "cpu"))
 
 
 def runs_of(model, *args, **kwargs):

@@ -11,7 +11,7 @@ import torch
 import sparge
 from calls import FIXED
 from sparge import KeepAll, KeepFraction, KeepMass, Recipe
-from sparge.serving.vllm import WorkerExtension, counters, report
+from sparge.serving.vllm import WorkerExtension, report
 from sparge.serving.vllm.batch import Request, Rows, Step, make_pack
 from sparge.serving.vllm.refusals import (
     DECODE,
@@ -22,7 +22,7 @@ from sparge.serving.vllm.refusals import (
     why_step_not_served,
 )
 from sparge.serving.vllm.routing import OwnCost, Shape, chosen_backend, why_not
-from sparge.serving.vllm.served import ServedLayer
+from sparge.serving.vllm.worker import ServedLayer
 from sparge.synthetic import structured_qkv
 from sparge.values.backend import UnitCosts
 
@@ -129,7 +129,7 @@ def test_fresh_prompts_that_lie_together_are_not_copied(prompt):
     for packed, given in zip((pack.query, pack.key, pack.value), rows, strict=True):
         assert packed.data_ptr() == given.data_ptr()
         assert packed.shape[0] == 500
-    assert (pack.cuts_q, pack.cuts_k) == ((0, 200, 500), (0, 200, 500))
+    assert (pack.cuts_q, pack.cuts_k) == ([0, 200, 500], [0, 200, 500])
 
 
 def test_a_mixed_step_is_packed_and_written_back(prompt):
@@ -145,8 +145,8 @@ def test_a_mixed_step_is_packed_and_written_back(prompt):
     rows = [torch.cat([x[:150], x[:1], x[500:700]]) for x in prompt]
     pack = make_pack(step, [0, 2], *rows, gather)
     lead = 500 % 128
-    assert pack.cuts_q == (0, 150, 350 + lead)
-    assert pack.cuts_k == (0, 150, 850)
+    assert pack.cuts_q == [0, 150, 350 + lead]
+    assert pack.cuts_k == [0, 150, 850]
     assert torch.equal(pack.query[150 + lead :], query[500:700])
     assert torch.equal(pack.query[150 : 150 + lead], query[500 : 500 + lead])
     output = torch.zeros(351, 4, 64)
@@ -247,15 +247,15 @@ def test_what_is_served_is_counted(prompt):
     layer.attend(pack, output)
     assert output.isfinite().all()
     assert (output != 0).any(-1).all()
-    layer.counters.add_own([(Request(0, 60, 300), FEW_QUERIES)], Hq=4, seconds=0.5)
-    layer.counters.add_decode(3, 0.25)
-    found = layer.counters.report("a", sparge.DEFAULT)
+    layer.note_own([(Request(0, 60, 300), FEW_QUERIES)], Hq=4, seconds=0.5)
+    layer.note_decode(3, 0.25)
+    found = layer.tally.report("a", sparge.DEFAULT)
     assert found.calls == 3
     assert found.fallbacks == {FEW_QUERIES: 1}
     assert len(found.density_by_head) == 4
     assert 0 < found.sparse_density <= found.density <= 1
     assert found.seconds > 0.5
-    assert layer.counters.tokens == {"served": L, "own": 60, "decode": 3}
+    assert layer.tokens == {"served": L, "own": 60, "decode": 3}
     alone = [
         sparge.attention(
             *(batched(x[request.start : request.stop]) for x in prompt),
@@ -273,7 +273,7 @@ def test_what_is_served_is_counted(prompt):
     "Lq, Lk, blocks", [(128, 128, 2), (130, 130, 2 + 3), (60, 300, 4 + 5), (2, 129, 2 + 3)]
 )
 def test_blocks_that_a_prefill_may_read(Lq, Lk, blocks):
-    assert counters.allowed_blocks(Lq, Lk) == blocks
+    assert Request(0, Lq, Lk).blocks == blocks
 
 
 def test_a_process_without_vllm_has_an_empty_report():

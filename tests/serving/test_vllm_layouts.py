@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparge.serving.vllm.layouts import Layout, Order, find_layout, orders
+from sparge.serving.vllm.cache_layout import CacheLayout, Order, find_cache_layout, orders
 
 ROWS = Order("channels", 64, 1)
 
@@ -49,8 +49,8 @@ def writer(keys, values, block, D):
 def test_a_layout_is_found_and_read(keys, values, dtype):
     block, D = 128, 64
     write = writer(keys, values, block, D)
-    layout = find_layout(write, dtype=dtype, block=block, D=D)
-    assert layout == Layout(block, D, keys, values)
+    layout = find_cache_layout(write, dtype=dtype, block=block, D=D)
+    assert layout == CacheLayout(block, D, keys, values)
     tokens, Hk = 2 * block + 7, 3
     key, value = (torch.randn(tokens, Hk, D).to(dtype) for _ in range(2))
     cache = torch.zeros(3, Hk, block, 2 * D, dtype=dtype)
@@ -66,7 +66,7 @@ def test_an_unknown_layout_is_none():
         flat = torch.cat([key, value], 1).flatten()
         cache[1].view(-1)[:] = flat[torch.randperm(len(flat), generator=torch.manual_seed(0))]
 
-    assert find_layout(write, dtype=torch.bfloat16, block=32, D=64) is None
+    assert find_cache_layout(write, dtype=torch.bfloat16, block=32, D=64) is None
 
 
 def test_every_order_holds_every_element_once():

@@ -22,8 +22,8 @@ from sparge.serving.vllm.refusals import (
     UNKNOWN_LAYOUT,
 )
 from sparge.serving.vllm.routing import Shape
-from sparge.serving.vllm.served import WORKER, ServedLayer, Worker
-from sparge.serving.vllm.serving import STEP, ServingBuilder, ServingImpl
+from sparge.serving.vllm.step_attention import STEP, ServingBuilder, ServingImpl
+from sparge.serving.vllm.worker import WORKER, ServedLayer, Worker
 
 Hq, Hk, D = 4, 2, 32
 EXACT = Recipe(KeepAll(), precision="exact")
@@ -145,24 +145,24 @@ def test_a_step_is_that_of_dense_attention(impl, requests):
     torch.testing.assert_close(forward(impl, given), dense)  # with the metadata made before
     prefills = [Lq for Lq, _ in requests if Lq > 1]
     assert impl.ran == 2 * [each for each in requests if each[0] == 1]
-    counts = impl.served.counters
+    counts = impl.served
     assert counts.tokens["served"] == 2 * sum(prefills)
     assert counts.tokens["decode"] == 2 * sum(Lq == 1 for Lq, _ in requests)
-    assert sum(counts.ran.values()) == 2 * len(prefills)
+    assert sum(counts.tally.ran.values()) == 2 * len(prefills)
 
 
 def test_decoding_alone_is_the_engines(impl):
     given = step_of([(1, 90), (1, 33)])
     assert forward(impl, given).isfinite().all()
     assert impl.ran == [(1, 90), (1, 33)]
-    assert impl.served.counters.tokens == {"decode": 2}
-    assert impl.served.counters.decode_seconds > 0
+    assert impl.served.tokens == {"decode": 2}
+    assert impl.served.decode_seconds > 0
 
 
 def test_memory_is_measured_without_a_step(impl):
     given = step_of([(5, 5)])
     assert impl.forward(None, *given[:4], None, torch.ones(5, Hq, D)).sum() == 0
-    assert impl.served.counters.tokens == {}
+    assert impl.served.tokens == {}
 
 
 @pytest.mark.parametrize(
@@ -186,15 +186,15 @@ def test_what_is_not_served_is_counted_with_its_reason(impl, worker, change, rea
     assert torch.equal(forward(impl, given), dense)
     assert impl.ran == [(100, 200)]
     found = worker.layers["a"] if reason == UNBOUND else impl.served
-    assert found.counters.fallbacks == {reason: 1}
-    assert found.counters.tokens == {"own": 100} | ({"decode": 0} if reason != FOREIGN_STEP else {})
+    assert found.tally.fallbacks == {reason: 1}
+    assert found.tokens == {"own": 100} | ({"decode": 0} if reason != FOREIGN_STEP else {})
 
 
 def test_fused_output_quantization_is_the_engines(impl):
     given = step_of([(200, 200)])
     output = torch.zeros_like(given[0])
     impl.forward(None, *given, output, torch.ones(1))
-    assert impl.served.counters.fallbacks == {"output quantization inside attention": 1}
+    assert impl.served.tally.fallbacks == {"output quantization inside attention": 1}
 
 
 def test_lines_of_the_log(impl, worker):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sparge import KeepFraction, KeepMass, Recipe
-from sparge.serving.vllm.settings import Settings, asked_for, profile_name, read_settings
+from sparge.serving.vllm.settings import ServingSettings, asked_for, profile_name, read_settings
 from sparge.values.recipe import DEFAULT
 from sparge_tools import zoo
 
@@ -31,7 +31,7 @@ def test_another_value_is_refused(monkeypatch):
 @pytest.mark.parametrize("config", [{}, None, {"other": 1}, {"sparge": {}}])
 def test_nothing_given_is_the_default(config):
     settings = read_settings(config, {})
-    assert settings == Settings()
+    assert settings == ServingSettings()
     assert settings.recipe_of(LAYER, **WHOLE) is DEFAULT
 
 
@@ -108,7 +108,7 @@ def test_a_layer_that_a_profile_lacks():
 
 def test_each_rank_takes_its_heads_of_a_recipe():
     numbers = (0.1, 0.2, 0.3, 0.4)
-    settings = Settings(recipe=Recipe(KeepFraction(numbers)))
+    settings = ServingSettings(recipe=Recipe(KeepFraction(numbers)))
     found = [
         settings.recipe_of(LAYER, first=2 * rank, heads=2, all_heads=4).keep.fraction
         for rank in (0, 1)
@@ -120,7 +120,7 @@ def test_each_rank_takes_its_heads_of_a_recipe():
 
 def test_each_rank_takes_its_heads_of_a_profile():
     profile = zoo.profile("smollm2-135m-instruct")
-    settings = Settings(profile=profile, origin="the profile")
+    settings = ServingSettings(profile=profile, origin="the profile")
     name = "model.layers.5.self_attn"
     whole = settings.recipe_of(f"{name}.attn", first=0, heads=9, all_heads=9)
     assert whole == profile.recipe_for(name)
@@ -134,9 +134,9 @@ def test_each_rank_takes_its_heads_of_a_profile():
 def test_ranges_from_the_end_are_refused(protect):
     recipe = Recipe.from_json(json.dumps({"protect": protect}))
     with pytest.raises(ValueError, match="protect must count from the start when serving"):
-        Settings(recipe=recipe).recipe_of(LAYER, **WHOLE)
+        ServingSettings(recipe=recipe).recipe_of(LAYER, **WHOLE)
 
 
 def test_ranges_from_the_start_are_served():
     recipe = Recipe(protect=((0, 100), (200, None)))
-    assert Settings(recipe=recipe).recipe_of(LAYER, **WHOLE) == recipe
+    assert ServingSettings(recipe=recipe).recipe_of(LAYER, **WHOLE) == recipe

@@ -17,7 +17,7 @@ from diffusers.utils import logging
 
 import sparge
 from sparge import KeepError, KeepFraction, Recipe
-from sparge.models.diffusers.ring import gather_parts
+from sparge.models.diffusers.context_parallel import gather_parts
 from tiny_denoiser_parts import SAME, TEXT, B, Tiny, latents, randn
 from tiny_denoisers import flux, flux_kontext, ltx, qwen, wan
 

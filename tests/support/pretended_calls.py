@@ -22,8 +22,8 @@ import sparge
 from pretended_card import CARDS, Traffic
 from pretended_driver import Launched, pretended
 from sparge import DEFAULT, VISION, KeepFraction, KeepMass, Recipe
+from sparge.api.attention import attention_and_run
 from sparge.backends.triton.launch import Launch, watch_launches
-from sparge.values.run import Run, watch
 from sparge_tools.static.compile import build, specialize
 from sparge_tools.static.targets import TARGETS, Target
 from sparge_tools.static.variants import FP8, STAGES, Variant, launches_of
@@ -157,20 +157,22 @@ def pack(architecture: str) -> dict[str, Any]:
 
 
 def labelled(architecture: str) -> dict[str, Any]:
-    """A call that a model's report watches, captured after one call outside of the graph."""
+    """A call that a model's report counts, captured after one call outside of the graph."""
     variant: Variant = CALLS[0]
-    runs: list[Run] = []
-    watch("layer", runs.append)
+    options = {**LAYOUT, "is_causal": variant.is_causal, "recipe": variant.recipe}
     with pretended(CARDS[architecture]) as traffic:
-        inputs = on_card(variant)
-        attend(variant, inputs, label="layer")
+        query, key, value, mask = on_card(variant)[:4]
+        tensors = {"query": query, "key": key, "value": value, "attn_mask": mask}
+        *_, run = attention_and_run(**tensors, **options, recorded=True)
         first = told(traffic)
         traffic.clear()
         with traffic.capture():
-            attend(variant, inputs, label="layer")
+            *_, in_graph = attention_and_run(**tensors, **options, recorded=True)
         captured = told(traffic)
         traffic.finish()
-        return {"first": first, "captured": captured, "runs": [run.kept for run in runs]}
+        assert run is not None
+        assert in_graph is not None
+        return {"first": first, "captured": captured, "runs": [run.kept, in_graph.kept]}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import threading
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -16,9 +17,10 @@ import sparge
 from accelerators import host_activity, packed_call, pretend_stream
 from calls import tensors
 from sparge import KeepError, KeepFraction, Recipe
+from sparge.engine.recording import GRAPH_LISTENERS
 from sparge.support.accelerator import TorchAccelerator, accelerator
 from sparge.values.blockplan import plan_from_mask
-from sparge.values.run import NUMBERS, unwatch, watch
+from sparge.values.run import NUMBERS
 
 SPARSE = Recipe(KeepFraction(0.5), precision="exact")
 BUDGET = Recipe(KeepError(0.2), precision="int8")
@@ -29,6 +31,25 @@ COUNTED = NUMBERS - {"seconds"}
 def no_grad():
     with torch.no_grad():
         yield
+
+
+class Listener:
+    def __init__(self):
+        self.runs = []
+
+    def note(self, run):
+        self.runs.append(run)
+
+
+@contextmanager
+def listening(label):
+    """What the graphs of a label tell, until the block ends."""
+    listener = Listener()
+    GRAPH_LISTENERS.add(label, listener)
+    try:
+        yield listener.runs
+    finally:
+        GRAPH_LISTENERS.remove(label)
 
 
 def attention(**options):
@@ -67,17 +88,12 @@ def test_a_recorded_call_reads_nothing_and_its_numbers_are_those_of_the_host(
     with sparge.record() as eager:
         CALLS[name]()
     stream = pretend_stream(monkeypatch)
-    watched = []
-    watch("layer", watched.append)
-    try:
-        with host_activity(monkeypatch) as seen, sparge.record() as runs:
-            CALLS[name]()
-    finally:
-        unwatch("layer")
+    with listening("layer") as told, host_activity(monkeypatch) as seen, sparge.record() as runs:
+        CALLS[name]()
     assert seen == []
     assert (stream.waits, stream.queries) == (0, 0)
     assert not any(run.ready() for run in runs)
-    assert watched == [run for run in runs if run.label]
+    assert told == (runs if name == "op" else []), "other calls return their run"
     assert len(runs) == len(eager) > 0
     for run, want in zip(runs, eager, strict=True):
         assert (run.backend, run.isa, run.reason) == (want.backend, want.isa, want.reason)
@@ -228,19 +244,15 @@ def test_a_compiled_graph_records_as_the_function_does(gpu, monkeypatch):
         return sparge.attention(q, k, v, recipe=SPARSE, backend="gpu", label="layer") * 2
 
     given = tensors(Lq=300)
-    watched = []
-    watch("layer", watched.append)
-    try:
+    with listening("layer") as told:
         call(*given)
         stream = pretend_stream(monkeypatch)
         with host_activity(monkeypatch, compiled=True) as seen:
             call(*given)
-    finally:
-        unwatch("layer")
     assert len(graphs) == 1
     assert seen == []
     assert stream.waits == 0
-    eager, run = watched
+    eager, run = told
     assert not run.ready()
     assert run == replace(eager, seconds=run.seconds)
 

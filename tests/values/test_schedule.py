@@ -89,8 +89,6 @@ def test_bands_with_gaps_and_overlaps_are_refused(bands, match):
     ({"dense_first": 0.6, "dense_last": 0.5}, ValueError, "at most 1 together"),
     ({"dense_first_layers": -1}, ValueError, "dense_first_layers"),
     ({"dense_last_layers": 1.5}, TypeError, "dense_last_layers must be a whole number"),
-    ({"reuse_steps": 0.5}, TypeError, "reuse_steps"),
-    ({"reuse_error": 2.0}, ValueError, "reuse_error"),
     ({"by": "steps"}, ValueError, "by must be 'run' or 'noise'"),
     ({"bands": "0.2-1"}, TypeError, "bands must be"),
     ({"bands": ((0.2, 1.0),)}, TypeError, "a band must be"),
@@ -105,7 +103,7 @@ def test_a_json_round_trip_loses_nothing():
     bands = ((0.3, 0.5, MORE), (0.5, 0.6, None), (0.6, 0.9, Recipe(KeepAll())))
     for schedule in (
         Schedule(),
-        Schedule(0.3, 0.1, 1, 2, "noise", bands, 3, 0.01),
+        Schedule(0.3, 0.1, 1, 2, "noise", bands),
         Schedule(0.0, by="run", bands=[[0, 1, LESS]]),
     ):
         text = schedule.to_json()
@@ -118,6 +116,7 @@ def test_a_json_round_trip_loses_nothing():
 @pytest.mark.parametrize("data, error, match", [
     ([], TypeError, "a schedule is a JSON object"),
     ({"dense": 0.2}, ValueError, "unknown schedule fields .*dense"),
+    ({"reuse_steps": 2}, ValueError, "reuse_steps.* no longer known.*leave them out"),
     ({"bands": 3}, TypeError, "bands must be a list"),
     ({"bands": [[0.2, 1.0]]}, ValueError, "a band must be"),
     ({"bands": [[0.2, 1.0, "all"]]}, TypeError, "a band's recipe"),
@@ -172,14 +171,14 @@ def test_a_clock_turns_sites_and_says_why_they_are_dense():
     ]
     followed = []
     clock = Clock(sites, [lambda: followed.append(clock.context if followed else None)])
-    assert [site.recipes()[0] for site in sites] == [None, None, LESS]
+    assert [site.recipe_now() for site in sites] == [None, None, LESS]
     assert (sites[0].left_out, sites[1].left_out) == (NO_POSITION, DENSE_LAYER)
     with clock.inside(Context(progress=0.1)):
-        assert [site.recipes()[0] for site in sites] == [None, None, LESS]
+        assert [site.recipe_now() for site in sites] == [None, None, LESS]
         assert sites[0].left_out == BY_SCHEDULE
         with clock.inside(Context(progress=0.5)):
-            assert [site.recipes()[0] for site in sites] == [LESS, None, LESS]
-        assert sites[0].recipes()[0] is None
+            assert [site.recipe_now() for site in sites] == [LESS, None, LESS]
+        assert sites[0].recipe_now() is None
     assert sites[0].left_out == NO_POSITION
     assert len(followed) == 5
 

@@ -13,13 +13,14 @@ from ..engine.call_cache import check_and_choose
 from ..engine.check import check_call, check_plan
 from ..engine.execute import run_attend, run_attention, run_plan, tokens_of
 from ..engine.ops import facts_of, plan_of_tensors
+from ..engine.recording import note
 from ..routing import Choice
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO, DENSE
 from ..values.blockplan import BlockPlan
 from ..values.call import Inputs
-from ..values.recipe import EXACTLY, Recipe
-from ..values.run import note
+from ..values.recipe import EXACTLY, Recipe, recipe_with_protected
+from ..values.run import Run
 from ..values.tokenmask import as_4d
 
 if TYPE_CHECKING:
@@ -94,7 +95,57 @@ def attention(
 
     Returns a tensor of the input dtype, or `(out, lse)` with the natural-log LSE `[B, Hq, Lq]`.
     """
+    out, lse, _ = attention_and_run(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        recipe=recipe,
+        block_mask=block_mask,
+        backend=backend,
+        return_lse=return_lse,
+        label=label,
+    )
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def attention_and_run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_align: str = "top_left",
+    recipe: Recipe | None = None,
+    block_mask: Tensor | None = None,
+    backend: str = AUTO,
+    return_lse: bool = False,
+    label: str = "",
+    protect: tuple[tuple[int, int], ...] | None = None,
+    recorded: bool = False,
+) -> tuple[Tensor, Tensor | None, Run | None]:
+    """`attention` for callers that want to know what ran: `(out, lse, run)`.
+
+    protect: token ranges in place of the recipe's, which a compiled graph can give as numbers.
+    recorded: make a run, though nobody records. A call that goes through the op returns none: the
+    listener of its label is told (`engine/recording.py`).
+    """
     query, key, value = as_autocast(query, key, value)
+    ranges = None
+    if protect is not None and torch.compiler.is_compiling():
+        ranges = [number for each in protect for number in each]
+    elif protect is not None and recipe is not None:
+        recipe = recipe_with_protected(recipe, protect)
     inputs = Inputs(query, key, value, attn_mask, block_mask)
     call, choice = check_and_choose(
         inputs,
@@ -109,6 +160,7 @@ def attention(
     )
     if attn_mask is not None or block_mask is not None:
         inputs = Inputs(query, key, value, as_4d(attn_mask), as_4d(block_mask))
+    run = None
     dense = call.needs_grad and choice.backend == DENSE
     if torch.compiler.is_compiling() and dense:
         # torch's own gradient; the one case that cannot be recorded
@@ -118,16 +170,13 @@ def attention(
         )
     elif torch.compiler.is_compiling() or wants_op(query) or (call.needs_grad and not dense):
         flags = (return_lse, call.needs_grad, backend, label)
-        out, lse, *_ = torch.ops.sparge.attention(*inputs, *facts_of(call), *flags)
+        out, lse, *_ = torch.ops.sparge.attention(*inputs, *facts_of(call), *flags, ranges)
     else:
         # The same work without the dispatcher, whose cost is noticeable in short calls.
-        done = run_attention(call, choice, inputs)
+        done = run_attention(call, choice, inputs, recorded=recorded)
         note(done.run)
-        out, lse = done.out, done.lse
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse
+        out, lse, run = done.out, done.lse, done.run
+    return out, lse, run
 
 
 def make_plan(

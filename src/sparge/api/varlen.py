@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ..engine.check import check_boundaries, check_varlen
+from ..engine.check import check_boundaries, check_packed, check_varlen
 from ..engine.execute_varlen import run_together, run_varlen, sequence
+from ..engine.recording import apart, note
 from ..routing import current_router
+from ..routing.router import Cuts
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO
 from ..values.call import Call
 from ..values.recipe import Recipe
-from ..values.run import apart, note
+from ..values.run import Run
 from .attention import PackedOptions, attention, wants_op
 
 if TYPE_CHECKING:
@@ -99,11 +101,39 @@ def attention_varlen(
     else:
         cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
         tensors = (query, key, value)
-        out, lse = run_varlen(call, *tensors, cuts, backend=backend, align=causal_align)
+        done = run_varlen(call, *tensors, cuts, backend=backend, align=causal_align)
+        note(done.run)
+        out, lse = done.out, done.lse
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cuts: Cuts,
+    *,
+    causal_align: str,
+    backend: str,
+    recorded: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, Run | None]:
+    """`attention_varlen` for a caller that made the boundaries on the host: `(out, lse, run)`.
+
+    cuts: where the sequences begin and end, of the queries and of the keys; they never leave the
+    host. recorded: make a run, though nobody records. There is no gradient.
+    """
+    query, key, value = as_autocast(query, key, value)
+    facts = {**options, "causal_align": causal_align, "backend": backend}
+    call = check_packed(query, key, value, **facts)
+    done = run_varlen(
+        call, query, key, value, cuts, backend=backend, align=causal_align, recorded=recorded
+    )
+    note(done.run)
+    return done.out, done.lse, done.run
 
 
 def _differentiable(

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..api.accuracy import exact_weights
 from ..api.attention import attention, make_plan
+from ..engine.recording import record
 from ..routing import AUTO, DENSE, backends
 from ..support.errors import Unsupported
 from ..synthetic import structured_qkv
 from ..values.blockplan import BlockPlan
 from ..values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 from ..values.recipe import DEFAULT, KeepAll, KeepFraction, Recipe
-from ..values.run import record
 from ..values.tokenmask import OPEN, TokenMask
 
 Inputs = tuple[Tensor, Tensor, Tensor]

@@ -135,7 +135,7 @@ def check_varlen(
     **plain: Any,
 ) -> Call:
     """The packed layout as one call; `check_boundaries` reads the boundaries' numbers."""
-    _check_tensors({"query": query, "key": key, "value": value}, rank=3, layout="[T, H, D]")
+    call = check_packed(query, key, value, **plain)
     for name, cuts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cuts, Tensor) or cuts.dtype not in (torch.int32, torch.int64):
             came = cuts.dtype if isinstance(cuts, Tensor) else type(cuts).__name__
@@ -144,6 +144,12 @@ def check_varlen(
             raise ValueError(
                 f"{name} is on {cuts.device}, the query on {query.device}; put it there or on cpu"
             )
+    return call
+
+
+def check_packed(query: Tensor, key: Tensor, value: Tensor, **plain: Any) -> Call:
+    """Packed sequences, whose boundaries are on the host and known to be right, as one call."""
+    _check_tensors({"query": query, "key": key, "value": value}, rank=3, layout="[T, H, D]")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     return check_call(q, k, v, **plain)
 

@@ -19,11 +19,12 @@ from ..values.backend import DENSE, torch_capability, with_kinds
 from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs
 from ..values.geometry import allowed_blocks
-from ..values.run import Run, note
+from ..values.run import Run
 from ..values.stages import Attended, Prepared, prepare
 from ..values.tokenmask import EXCLUDED, TokenMask
 from .attend_heads import attend_heads
 from .counted import count_blocks, numbers_of
+from .recording import note
 from .stopwatch import Stopwatch
 
 Counted = dict[str, Tensor]
@@ -39,12 +40,15 @@ class Outcome:
     run: Run | None = None
 
 
-def run_attention(call: Call, choice: Choice, inputs: Inputs) -> Outcome:
-    """The whole way of one call. The run is returned, not noted: varlen gathers several."""
+def run_attention(call: Call, choice: Choice, inputs: Inputs, *, recorded: bool = False) -> Outcome:
+    """The whole way of one call. The run is returned, not noted: varlen gathers several.
+
+    recorded: make a run, though nobody records.
+    """
     tokens = tokens_of(call, inputs)
     if choice.provisional:
         choice = current_router().calibrate(call, choice)
-    watch = Stopwatch(call, choice, inputs.query.device)
+    watch = Stopwatch(call, choice, inputs.query.device, recorded=recorded)
     if choice.backend == DENSE:
         return run_dense(call, inputs, tokens, watch)
     backend = get_backend(choice.backend)

@@ -15,28 +15,45 @@ from ..routing.router import Cuts
 from ..values.backend import DENSE
 from ..values.call import Call, Inputs, work_dtype
 from ..values.recipe import Recipe
-from ..values.run import Run, note, when_read
+from ..values.run import Run, when_read
 from ..values.stages import AttendedPack, ChosenSequences, PackedStages
 from .counted import count_blocks
-from .execute import run_attention, run_dense, run_of_counted, tokens_of, without_grad_and_autocast
+from .execute import (
+    Outcome,
+    run_attention,
+    run_dense,
+    run_of_counted,
+    tokens_of,
+    without_grad_and_autocast,
+)
+from .recording import recording
 from .stopwatch import Stopwatch
 
 
 def run_varlen(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, *, backend: str, align: str
-) -> tuple[Tensor, Tensor | None]:
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cuts: Cuts,
+    *,
+    backend: str,
+    align: str,
+    recorded: bool = False,
+) -> Outcome:
     """All sequences that one backend serves at once, and the others one after another. `call` is
-    the whole pack as one call."""
+    the whole pack as one call. The run is returned, not noted; recorded: make one in any case."""
     each = current_router().calibrate_pack(call, cuts, backend, align)
     out = query.new_empty((call.Lq, call.Hq, call.Dv))
     lse = query.new_empty((call.Hq, call.Lq), dtype=work_dtype(call.dtype))
-    work = _Work((query, key, value), cuts, align, dict(enumerate(each)), out, lse)
+    rest = dict(enumerate(each))
+    work = _Work((query, key, value), cuts, align, rest, out, lse, recorded or recording())
     for team in _teams(call, each):
         work.run_at_once(team)
     work.run_rest()
     runs = [run for i in range(len(each)) if (run := work.runs.get(i)) is not None]
-    note(run_together(call, runs))
-    return work.out, work.lse if call.return_lse else None
+    run = run_together(call, runs)
+    return Outcome(work.out, work.lse if call.return_lse else None, run=run)
 
 
 @dataclass(frozen=True)
@@ -68,8 +85,8 @@ def _teams(call: Call, each: list[Chosen]) -> Iterator[_Team]:
 
 @dataclass
 class _Work:
-    """Sequences that are still to run, and what has been made of the others. runs: records, by
-    number, while somebody records. planned: watches of those that were planned in a pack."""
+    """Sequences that are still to run, and what has been made of the others. recorded: make runs.
+    runs: they, by number. planned: watches of those that were planned in a pack."""
 
     pack: tuple[Tensor, Tensor, Tensor]
     cuts: Cuts
@@ -77,13 +94,14 @@ class _Work:
     rest: dict[int, Chosen]
     out: Tensor
     lse: Tensor
+    recorded: bool
     runs: dict[int, Run | None] = field(default_factory=dict)
     planned: dict[int, Stopwatch] = field(default_factory=dict)
 
     def run_at_once(self, team: _Team) -> None:
         inputs = Inputs(*(x.transpose(0, 1).unsqueeze(0) for x in self.pack))
         first = next(iter(team.each.values()))
-        watch = Stopwatch(team.call, first[1], inputs.query.device)
+        watch = Stopwatch(team.call, first[1], inputs.query.device, recorded=self.recorded)
         some = None
         if not team.whole:
             router = current_router()
@@ -110,7 +128,7 @@ class _Work:
         attended = [i for i in team.each if i not in done.left]
         if watch.captured:
             for i in attended:
-                own = Stopwatch(*team.each[i], watch.device)
+                own = Stopwatch(*team.each[i], watch.device, recorded=True)
                 self.runs[i] = run_of_counted("attention", own, None)
             return
         plans = dict(zip(team.each, done.plans(), strict=True))
@@ -120,7 +138,7 @@ class _Work:
         seconds = counted.then(lambda found: _shares(found, watch.seconds(), attended))
         for i, (one, choice) in team.each.items():
             shared = seconds.then(itemgetter(i))
-            own = Stopwatch(one, choice, watch.device, shared=shared.value)
+            own = Stopwatch(one, choice, watch.device, recorded=True, shared=shared.value)
             if i in done.left:
                 own.choice = current_router().choose_after_plan(plans[i][0], one, choice)
                 self.planned[i] = own
@@ -132,10 +150,12 @@ class _Work:
         for i, (call, choice) in self.rest.items():
             inputs = sequence(*self.pack, self.cuts, i)
             if choice.backend == DENSE:
-                watch = self.planned.get(i) or Stopwatch(call, choice, inputs.query.device)
+                watch = self.planned.get(i) or Stopwatch(
+                    call, choice, inputs.query.device, recorded=self.recorded
+                )
                 done = run_dense(call, inputs, tokens_of(call, inputs), watch)
             else:
-                done = run_attention(call, choice, inputs)
+                done = run_attention(call, choice, inputs, recorded=self.recorded)
             rows = slice(self.cuts[0][i], self.cuts[0][i + 1])
             self.out[rows] = done.out[0].transpose(0, 1)
             if call.return_lse and done.lse is not None:

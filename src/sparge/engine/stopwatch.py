@@ -14,7 +14,7 @@ from ..routing import Choice
 from ..support.accelerator import Mark, accelerator, to_host
 from ..support.later import Later
 from ..values.call import Call
-from ..values.run import recording
+from .recording import recording
 
 K = TypeVar("K", bound=Hashable)
 _UNTIMED = nullcontext()
@@ -23,8 +23,8 @@ _UNTIMED = nullcontext()
 class Stopwatch:
     """Times the stages of a call; does nothing while not recording, nor while a graph is captured.
 
-    captured: that is the case. shared: seconds of stages that ran for several calls at once, read
-    with those of this one.
+    recorded: make a run, though nobody records. captured: a graph is captured. shared: seconds of
+    stages that ran for several calls at once, read with those of this one.
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class Stopwatch:
         choice: Choice,
         device: torch.device,
         *,
+        recorded: bool = False,
         shared: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        self.active = recording(call.label)
+        self.active = recorded or recording()
         self.call, self.choice, self.device = call, choice, device
         self._accelerator = accelerator(device.type) if self.active else None
         self.captured = self._accelerator is not None and self._accelerator.capturing()

@@ -159,7 +159,7 @@ def choose_layers(names: list[str], layers: Layers) -> list[str]:
         tests = {pattern: partial(fnmatchcase, pat=pattern) for pattern in patterns}
     else:
         raise TypeError(f"layers must be names or a function of a name, got {layers!r}")
-    missing = [told for told, test in tests.items() if not any(map(test, names))]
+    missing = [given for given, test in tests.items() if not any(map(test, names))]
     if missing or not tests:
         some = ", ".join(names[:3])
         raise ValueError(f"layers {missing} match no attention module; there are {some}, …")

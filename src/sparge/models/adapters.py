@@ -70,7 +70,7 @@ class Adapter(Protocol):
 _BUILT_IN = {
     "transformers": f"{__package__}.transformers.adapter",
     "diffusers": f"{__package__}.diffusers.adapter",
-    "torch": f"{__package__}.modules.adapter",
+    "torch": f"{__package__}.modules",
 }
 """By framework; the adapter is imported only once the framework is. The last takes any module."""
 _registered: dict[str, Adapter] = {}

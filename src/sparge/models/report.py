@@ -65,7 +65,6 @@ class LayerReport:
     recipe that ran.
     estimated: calls whose backend was chosen by the built-in cost estimate.
     by_step: one entry for each step of a diffusion run; runs with the same steps are added up.
-    plans_reused: calls that ran with the plan of an earlier step (`Schedule.reuse_steps`).
     parallel: how often each way of sharing a call among processes was taken; the figures are then
     those of this process: of its own heads ("ulysses") or its own queries ("ring").
     bytes_sent, dense_ring_bytes: by all processes of the rings, and what dense rings would send.
@@ -88,7 +87,6 @@ class LayerReport:
     by_recipe: tuple[RecipeReport, ...]
     estimated: int
     by_step: tuple[StepReport, ...] = ()
-    plans_reused: int = 0
     parallel: dict[str, int] = field(default_factory=dict)
     bytes_sent: int = 0
     dense_ring_bytes: int = 0
@@ -214,8 +212,6 @@ class Report:
         if steps := self.density_by_step:
             shown = " ".join(f"{density:.2f}" for density in steps.values())
             lines.append(f"  density by step: {shown}")
-        if reused := sum(layer.plans_reused for layer in self.layers):
-            lines.append(f"  {reused} calls used the plan of an earlier step")
         lines += [
             f"  captured in a graph {n}x: {way}; not counted, nor are its replays"
             for way, n in self.captured.items()

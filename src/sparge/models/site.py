@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from ..api.accuracy import output_error
-from ..api.attention import attention
+from ..api.attention import attention_and_run
+from ..api.varlen import attend_packed
+from ..engine.execute_varlen import sequence
+from ..engine.recording import GRAPH_LISTENERS
 from ..routing import AUTO
-from ..support.accelerator import capturing
 from ..values.geometry import allowed_blocks as blocks_of_head
 from ..values.recipe import Recipe
-from ..values.run import Run, unwatch, watch
+from ..values.run import Run
 from ..values.schedule import Context
-from .plan_reuse import PlanKeeper
 from .report import LayerReport
 from .tally import Tally, is_sparse
 
@@ -79,14 +81,14 @@ class Site:
     def __post_init__(self) -> None:
         self.holder: Callable[[], Any] = lambda: None
         self.tap: Tap | None = None
-        self.windowed = with_window(self.recipe) if isinstance(self.recipe, Recipe) else None
-        self.now: Recipe | None = None
+        # Two recipes are kept ready, because a compiled graph cannot make one.
+        self.now = self.recipe if isinstance(self.recipe, Recipe) else None
+        self.now_in_mask = self.now and with_causal_window(self.now)
         self._refusal: ValueError | None = None
         self.context = Context()
-        self._keeper = PlanKeeper()
         # Two models may have layers of one name; a label belongs to one site.
         self.label = f"{self.name}#{next(_numbers)}"
-        self._lock, self._tally, self._last = threading.Lock(), Tally(), threading.local()
+        self.tally, self.is_open = Tally(), False
         # A compiled graph would keep the recipe of its first call.
         self._recipe_in_context = torch.compiler.disable(self._call_recipe)
 
@@ -98,35 +100,31 @@ class Site:
         self.__post_init__()
 
     def open(self, handle: object) -> None:
-        """Count the runs of this site's label for a handle, until `close()`."""
-        self.holder = weakref.ref(handle)
-        note = weakref.WeakMethod(self._note)  # a model that is dropped takes its sites with it
-        watch(self.label, lambda run: (to := note()) and to(run))
-        weakref.finalize(self, unwatch, self.label).atexit = False
+        """Count the calls of this site for a handle, until `close()`."""
+        self.holder, self.is_open = weakref.ref(handle), True
+        GRAPH_LISTENERS.add(self.label, self)
 
     def close(self) -> None:
-        unwatch(self.label)
+        self.is_open = False
+        GRAPH_LISTENERS.remove(self.label)
 
-    def recipes(self) -> tuple[Recipe | None, Recipe | None]:
-        """The recipe of a call made now, and the same with its causal window as a number.
+    def recipe_now(self, *, diagonal_in_mask: bool = False) -> Recipe | None:
+        """The recipe of a call made now; None leaves it to the model's own attention.
 
-        The second is for a mask that has the diagonal in it, which `attention` cannot see there.
+        diagonal_in_mask: the call is causal by its mask, where `attention` cannot see it; the
+        recipe then has its causal window as a number.
         """
-        if self.recipe is None or isinstance(self.recipe, Recipe):
-            return self.recipe, self.windowed
-        if self.follows_clock:
+        if self.recipe is None or isinstance(self.recipe, Recipe) or self.follows_clock:
             if self._refusal is not None:
                 raise self._refusal
-            return self.now, self.windowed
-        recipe: Recipe | None = self._recipe_in_context()
-        return recipe, recipe and with_window(recipe)
+            return self.now_in_mask if diagonal_in_mask else self.now
+        recipe: Recipe | None = self._recipe_in_context(diagonal_in_mask)
+        return recipe
 
     @property
     def is_sparse(self) -> bool:
         """Whether a call made now would be sparse, as far as its settings say."""
-        return (
-            self.now if self.follows_clock and callable(self.recipe) else self.recipe
-        ) is not None
+        return self.now is not None or (callable(self.recipe) and not self.follows_clock)
 
     def turn_to(self, context: Context) -> None:
         """Take the recipe of a context, and count calls from now on for its step."""
@@ -136,11 +134,12 @@ class Site:
                 self.now = self.recipe(context)
             except ValueError as error:  # outside of a run that is no mistake yet
                 self.now, self._refusal = None, error
-            self.windowed = self.now and _windowed(self.now)
+            self.now_in_mask = self.now and with_causal_window(self.now)
 
-    def _call_recipe(self) -> Recipe | None:
-        context = _contexts.get().get(id(self.holder()), Context())
-        return self.recipe(context) if callable(self.recipe) else self.recipe
+    def _call_recipe(self, diagonal_in_mask: bool) -> Recipe | None:
+        assert callable(self.recipe)
+        recipe = self.recipe(_contexts.get().get(id(self.holder()), Context()))
+        return recipe and with_causal_window(recipe) if diagonal_in_mask else recipe
 
     def attend(
         self,
@@ -151,87 +150,130 @@ class Site:
         *,
         recipe: Recipe | None,
         return_lse: bool = False,
+        protect: tuple[tuple[int, int], ...] | None = None,
     ) -> Any:
-        """`sparge.attention` by this site's settings, tapped, measured and counted."""
+        """`sparge.attention` by this site's settings, tapped, measured and counted.
+
+        protect: token ranges in place of the recipe's.
+        """
         by_hand = not torch.compiler.is_compiling()
         if by_hand and self.tap is not None:
             self.tap(query, key, value, arguments)
-        result = None
-        if by_hand and recipe is not None and not return_lse:
-            result = self._attend_with_kept_plan(query, key, value, arguments, recipe)
-        if result is None:
-            chosen: dict[str, Any] = {"recipe": recipe, "backend": self.backend}
-            chosen |= {"label": self.label, "return_lse": return_lse}
-            result = attention(query, key, value, **arguments, **chosen)
-        if by_hand and self.measure_error and getattr(self._last, "measurable", False):
-            out = result[0] if return_lse else result
-            error = output_error(query, key, value, out, **arguments).mean(0).tolist()
-            with self._lock:
-                self._tally.add_error(error)
-        return result
-
-    def _attend_with_kept_plan(
-        self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any], recipe: Recipe
-    ) -> Tensor | None:
-        """The output by a plan of an earlier step, or by one that is kept for later steps; None
-        where the schedule keeps none."""
-        schedule, step = getattr(self.recipe, "schedule", None), self.context.step
-        if schedule is None or not schedule.reuse_steps or step is None:
-            return None
-        if capturing(query.device):  # whether a plan still fits is read from the device
-            return None
-        done = self._keeper.attend(
+        out, lse, run = attention_and_run(
             query,
             key,
             value,
-            arguments,
+            **arguments,
             recipe=recipe,
             backend=self.backend,
-            schedule=schedule,
-            step=step,
+            return_lse=return_lse,
+            label=self.label,
+            protect=protect,
+            recorded=by_hand and self.is_open,
         )
-        if done is None:
-            return None
-        out, run, reused = done
-        self._note(run)
-        with self._lock:
-            self._tally.counts["reused"] += reused
-        return out
+        if run is not None and self.is_open:
+            self.note(run)
+            self._measure(run, query, key, value, out, arguments)
+        return (out, lse) if return_lse else out
+
+    def attend_packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cuts: list[int],
+        *,
+        recipe: Recipe | None,
+        return_lse: bool = False,
+        **arguments: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`sparge.attention_varlen` in the same way, of the sequences `[T, H, D]` between the cuts;
+        each is counted as a call. Not in compiled graphs."""
+        bounds = (cuts, cuts)
+        sequences = [sequence(query, key, value, bounds, i) for i in range(len(cuts) - 1)]
+        if self.tap is not None:
+            for one in sequences:
+                assert one.value is not None
+                self.tap(one.query, one.key, one.value, {"attn_mask": None, **arguments})
+        out, lse, run = attend_packed(
+            query,
+            key,
+            value,
+            bounds,
+            **arguments,
+            causal_align="top_left",
+            recipe=recipe,
+            backend=self.backend,
+            return_lse=return_lse,
+            recorded=self.is_open,
+        )
+        if run is not None and self.is_open:
+            self.note(run)
+            outs = (out[a:b].transpose(0, 1).unsqueeze(0) for a, b in pairwise(cuts))
+            for one, part, made in zip(sequences, run.parts, outs, strict=True):
+                assert one.value is not None
+                self._measure(part, one.query, one.key, one.value, made, arguments)
+        return out, lse
+
+    def _measure(
+        self,
+        run: Run,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        arguments: dict[str, Any],
+    ) -> None:
+        if self.measure_error and is_sparse(run) and not run.captured:
+            error = output_error(query, key, value, out, **arguments)
+            self.tally.add_error(error.mean(0).tolist())
+
+    def run_own(
+        self,
+        reason: str,
+        own: Callable[[], Any],
+        query: Tensor,
+        key: Tensor,
+        *,
+        is_causal: bool,
+        offset: int = 0,
+    ) -> Any:
+        """The model's own attention, timed and counted with the reason; a compiled graph counts
+        nothing. offset: a causal query row i may attend keys up to `i + offset`."""
+        if torch.compiler.is_compiling():
+            return own()
+        start = time.perf_counter()
+        result = own()
+        seconds = time.perf_counter() - start
+        blocks = 0
+        if query.dim() == 4:
+            blocks = allowed_blocks(query, key, is_causal=is_causal, offset=offset)
+        self.note_own(reason, seconds, blocks)
+        return result
 
     def reset(self) -> None:
-        with self._lock:
-            self._tally = Tally()
+        self.tally = Tally()
 
     def note_own(self, reason: str, seconds: float, blocks: int) -> None:
         """The model's own attention ran, over this many blocks (see `allowed_blocks`)."""
-        with self._lock:
-            self._tally.add_own(reason, seconds, blocks, self.context)
+        self.tally.add_own(reason, seconds, blocks, self.context)
 
-    def note_parallel(self, way: str) -> None:
-        """A call over several processes ran in this way."""
-        with self._lock:
-            self._tally.parallel[way] += 1
-
-    def _note(self, run: Run) -> None:
-        self._last.measurable = is_sparse(run) and not run.captured
+    def note(self, run: Run) -> None:
+        """A call of this site ran; compiled graphs tell it from any thread."""
         given = self.recipe if isinstance(self.recipe, Recipe) else run.recipe
-        with self._lock:
-            self._tally.add(run, given, self.context)
+        self.tally.add(run, recipe=given, context=self.context)
 
     def report(self) -> LayerReport:
         """What was counted so far; waits for calls that a device has not finished."""
-        with self._lock:
-            recipe = self.recipe if isinstance(self.recipe, Recipe) else None
-            return self._tally.report(self.name, recipe)
+        return self.tally.report(
+            self.name, self.recipe if isinstance(self.recipe, Recipe) else None
+        )
 
 
 @lru_cache(maxsize=256)
-def _windowed(recipe: Recipe) -> Recipe:
-    """`with_window`, the same object for the same recipe: a graph is compiled for each object."""
-    return with_window(recipe)
-
-
-def with_window(recipe: Recipe) -> Recipe:
+def with_causal_window(recipe: Recipe) -> Recipe:
+    """A recipe with its causal window as a number; the same object for the same recipe, because a
+    graph is compiled for each object."""
     return replace(recipe, local_blocks=recipe.window(True))
 
 

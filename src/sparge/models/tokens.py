@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..reorder import check_grid, inverse_order, reorder_tokens, restore_tokens
-from ..values.recipe import Recipe, recipe_from_json
 
+Ranges = tuple[tuple[int, int], ...]
+OpenRanges = tuple[tuple[int, int | None], ...]
+"""As a recipe has them: sliced like Python."""
 Grid = tuple[int, int, int]
 GridOf = Callable[[int], Grid | None]
 """From the number of tokens of an attention call to their grid; None where they have none."""
@@ -39,7 +42,7 @@ class TokenMap:
         after = others - before if self.after is None else self.after
         return before if min(before, after) >= 0 and before + after == others else None
 
-    def others(self, L: int) -> tuple[tuple[int, int], ...]:
+    def others(self, L: int) -> Ranges:
         """The ranges of tokens that are not visual."""
         start = self.start(L)
         if start is None:
@@ -78,6 +81,17 @@ class Tokens:
             grid = self.grid(L)
             return None if grid is None else _matching(grid, L)
         return None if self.grid is None else _matching(self.grid, L)
+
+    def place(self, L: int) -> Placed | None:
+        """The visual tokens among L of an attention call, in their order; None without any."""
+        found = self.map_of(L)
+        start = None if found is None else found.start(L)
+        return None if found is None or start is None else Placed(found.grid, start, self.order)
+
+    def protected(self, L: int) -> Ranges:
+        """The ranges of tokens that are not visual, where they are protected."""
+        found = self.map_of(L) if self.protect_text else None
+        return () if found is None else found.others(L)
 
 
 def check_grid_option(grid: Any) -> Grid | GridOf | None:
@@ -134,7 +148,7 @@ class Placed:
             mask = self.reorder(mask, dim=-1)
         return mask
 
-    def move_ranges(self, ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    def move_ranges(self, ranges: Ranges) -> Ranges:
         """Token ranges where they stand after reordering."""
         T, H, W = self.grid
         n = T * H * W
@@ -148,7 +162,7 @@ class Placed:
         return tuple(sorted((a, b) for a, b in moved if a < b))
 
 
-def ranges_of(positions: Tensor) -> tuple[tuple[int, int], ...]:
+def ranges_of(positions: Tensor) -> Ranges:
     """Positions as ranges `(start, stop)`, ascending."""
     at = positions.sort().values
     breaks = (at.diff() != 1).nonzero().flatten() + 1
@@ -170,15 +184,25 @@ def absolute_ranges(ranges: Sequence[tuple[int, int | None]], L: int) -> list[tu
     return found
 
 
-def with_protected(
-    text: str, L: int, others: tuple[tuple[int, int], ...], placed: Placed | None
-) -> Recipe:
-    """A recipe (its JSON) that also protects the tokens that are not visual.
+@lru_cache(maxsize=256)
+def check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
+    """Refuse protected ranges that reach out of L tokens."""
+    for ranges in known:
+        absolute_ranges(ranges, L)
+    return True
 
-    The ranges that the recipe protects itself count in the model's own order of tokens.
+
+@lru_cache(maxsize=256)
+def protected_ranges(
+    ranges: OpenRanges, L: int, others: Ranges, place: tuple[int, ...], order: str
+) -> Ranges:
+    """Where protected tokens stand in attention, and the others that are protected with them.
+
+    ranges: in the model's own order of L tokens. others: where they stand already. place: the grid
+    of visual tokens and where it begins, if they are put in `order`; or empty.
     """
-    recipe = recipe_from_json(text)
-    own = tuple(absolute_ranges(recipe.protect, L))
-    if placed is not None and own:
-        own = placed.move_ranges(own)
-    return replace(recipe, protect=tuple(dict.fromkeys((*own, *others))))
+    own = tuple(absolute_ranges(ranges, L))
+    if place and own:
+        T, H, W, start = place
+        own = Placed((T, H, W), start, order).move_ranges(own)
+    return tuple(dict.fromkeys((*own, *others)))

@@ -70,7 +70,7 @@ class Shards:
     streams: tuple[int, ...]
     world: int
 
-    def tokens_of(self, first: int, last: int) -> int:
+    def held_by(self, first: int, last: int) -> int:
         """How many tokens ranks `first` to `last - 1` hold."""
         return sum(_bound(n, last, self.world) - _bound(n, first, self.world) for n in self.streams)
 

@@ -88,7 +88,7 @@ class AttentionProcessor:
         arguments["enable_gqa"] = query.shape[1] != key.shape[1]
         recipe = self._recipe_of(query.shape[1])
         out, lse = self._site.attend(query, key, value, arguments, recipe=recipe, return_lse=True)
-        self._site.note_parallel(PER_CHUNK if in_ring else ULYSSES)
+        self._site.tally.add_parallel(PER_CHUNK if in_ring else ULYSSES)
         return out.transpose(1, 2).contiguous(), lse.float()
 
     def ring(
@@ -108,11 +108,11 @@ class AttentionProcessor:
         return_attn_probs: bool = False,
     ) -> Tensor:
         """This process' part of the sequence, `[B, L, H, D]`; one selection over all parts."""
-        from ..parallel import ring_attention
+        from ..parallel.ring import ring_attention_and_run
 
         _check((q, k, v), dropout_p, window_size, softcap, alibi_slopes, return_attn_probs)
         query, key, value = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        out: Any = ring_attention(
+        out, _, run = ring_attention_and_run(
             query,
             key,
             value,
@@ -124,10 +124,12 @@ class AttentionProcessor:
             recipe=self._recipe_of(query.shape[1]),
             backend=self._site.backend,
             label=self._site.label,
+            recorded=True,
         )
-        self._site.note_parallel(ONE_SELECTION)
-        made: Tensor = out.transpose(1, 2).contiguous()
-        return made
+        if run is not None:
+            self._site.note(run)
+        self._site.tally.add_parallel(ONE_SELECTION)
+        return out.transpose(1, 2).contiguous()
 
     def report(self) -> Report:
         """What ran in this process since the start."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..api.attention import PackedOptions
 from ..engine.check import check_call
 from ..engine.execute import without_grad_and_autocast
+from ..engine.recording import note, recording
 from ..routing import Choice, choose, current_router, get_backend
 from ..routing.choice import keep_everything
 from ..support.autocast import as_autocast
@@ -31,7 +32,7 @@ from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs
 from ..values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset
 from ..values.recipe import Recipe
-from ..values.run import note, recording
+from ..values.run import Run
 from .agree import agree
 from .exchange import Exchange
 from .global_plan import make_global_plan
@@ -113,6 +114,40 @@ def ring_attention(
     rank that fails, dies or is given something else ends the call on every rank with an error that
     names it: ValueError for what differs, RankError for the rest.
     """
+    out, lse, _ = ring_attention_and_run(
+        query,
+        key,
+        value,
+        group=group,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_align=causal_align,
+        layout=layout,
+        balance=balance,
+        recipe=recipe,
+        backend=backend,
+        return_lse=return_lse,
+        label=label,
+    )
+    return (out, lse) if return_lse else out
+
+
+@_outside_graphs
+def ring_attention_and_run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any = None,
+    causal_align: str = "top_left",
+    layout: str = "contiguous",
+    balance: bool = True,
+    backend: str = AUTO,
+    recorded: bool = False,
+    **rest: Any,
+) -> tuple[Tensor, Tensor, Run | None]:
+    """`ring_attention` with its LSE and what ran. recorded: make a run, though nobody records."""
     exchange, work = _begin(
         group,
         (query, key, value),
@@ -120,16 +155,11 @@ def ring_attention(
         balance,
         causal_align,
         backend,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        recipe=recipe,
-        return_lse=return_lse,
-        label=label,
+        recorded=recorded,
+        **rest,
     )
     with exchange.guarded(), without_grad_and_autocast(query.device.type):
-        out, lse = work.run()
-    return (out, lse) if return_lse else out
+        return work.run()
 
 
 @_outside_graphs
@@ -173,6 +203,8 @@ def _begin(
     balance: bool,
     causal_align: str,
     backend: str,
+    *,
+    recorded: bool = False,
     **rest: Any,
 ) -> tuple[Exchange, _Work]:
     """Check the call here, then with all ranks; no rank begins unless all may."""
@@ -202,7 +234,7 @@ def _begin(
         whole = replace(call, Lq=call.Lq * exchange.world, Lk=call.Lk * exchange.world)
         dense = choose(whole, backend).backend == DENSE
         facts = _facts(call, layout, balance, causal_align, backend)
-        numbers = [call.Lq, call.Lk, int(recording(call.label)), int(dense)]
+        numbers = [call.Lq, call.Lk, int(recorded or recording()), int(dense)]
     except Exception as error:
         refused, facts = error, {"refused": f"{type(error).__name__}: {error}"}
     with exchange.guarded():
@@ -286,8 +318,8 @@ class _Work:
         key, value = reshard(self.exchange, [key, value], k_layout, to_k, "move")
         return Held(call, query, key, value, to_q, to_k)
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        exchange = self.exchange
+    def run(self) -> tuple[Tensor, Tensor, Run | None]:
+        exchange, run = self.exchange, None
         with self.timed("move"):
             held = self.moved()
         with self.timed("plan"):
@@ -301,5 +333,6 @@ class _Work:
             tally, dense = rounds.tally, bytes_of_dense_ring(self.call, exchange.world)
             report = gather_report(exchange, tally, self.seconds, dense)
             facts = (self.call, self.choice, self.backend, tally, self.seconds)
-            note(run_of_ring(*facts, report, plan.measured))
-        return out, lse
+            run = run_of_ring(*facts, report, plan.measured)
+            note(run)
+        return out, lse, run

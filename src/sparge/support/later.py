@@ -1,4 +1,4 @@
-"""NOUN a value that is read when it is first asked for, by whichever thread asks."""
+"""A value that is read when it is first asked for, by whichever thread asks."""
 
 from __future__ import annotations
 

@@ -264,6 +264,12 @@ def recipe_from_json(text: str) -> Recipe:
     return Recipe.from_json(text)
 
 
+@lru_cache(maxsize=256)
+def recipe_with_protected(recipe: Recipe, ranges: tuple[tuple[int, int], ...]) -> Recipe:
+    """A recipe with these protected ranges in place of its own, remembered for the next call."""
+    return replace(recipe, protect=ranges)
+
+
 def heads_of(value: PerHeadOrOff, Hq: int, *, none: float = 1.0) -> list[float]:
     """One number for each query head; `none` stands in for None."""
     each = value if isinstance(value, tuple) else (value,) * Hq

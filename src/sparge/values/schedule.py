@@ -1,4 +1,4 @@
-"""NOUN where in a diffusion run attention is sparse: by noise level or by share of the run.
+"""Where in a diffusion run attention is sparse: by noise level or by share of the run.
 
 A schedule has the same meaning for 4 and 50 steps and for every sampler, because it counts in
 shares. Position 0 is the noisiest end of a run, 1 its clean end.
@@ -61,9 +61,6 @@ class Schedule:
     bands: `(start, stop, recipe)` in order, for other recipes in other parts; they must cover what
     the dense ends leave, without gaps. None as a recipe is dense attention. Without bands the
     recipe (or profile) of the call holds in between.
-    reuse_steps: a layer keeps the blocks it selected for up to this many further steps, while the
-    error measured on sampled rows stays at most `reuse_error`; 0 selects anew in every call. Not in
-    compiled graphs, which select anew.
     """
 
     dense_first: float = 0.2
@@ -72,8 +69,6 @@ class Schedule:
     dense_last_layers: int = 0
     by: str = "run"
     bands: tuple[Band, ...] = ()
-    reuse_steps: int = 0
-    reuse_error: float = 0.05
 
     def __post_init__(self) -> None:
         for name in ("dense_first", "dense_last"):
@@ -83,9 +78,8 @@ class Schedule:
                 f"dense_first and dense_last must be at most 1 together, got {self.dense_first:g} "
                 f"and {self.dense_last:g}"
             )
-        for name in ("dense_first_layers", "dense_last_layers", "reuse_steps"):
+        for name in ("dense_first_layers", "dense_last_layers"):
             object.__setattr__(self, name, _count(name, getattr(self, name)))
-        object.__setattr__(self, "reuse_error", _share("reuse_error", self.reuse_error))
         if self.by not in BY:
             raise ValueError(f"by must be 'run' or 'noise', got {self.by!r}")
         object.__setattr__(self, "bands", _bands(self.bands))
@@ -144,6 +138,11 @@ class Schedule:
     def from_dict(cls, data: Any) -> Schedule:
         if not isinstance(data, Mapping):
             raise TypeError(f"a schedule is a JSON object, got {type(data).__name__}")
+        if gone := sorted({"reuse_steps", "reuse_error"} & set(data)):
+            raise ValueError(
+                f"schedule fields {gone} are no longer known: plans kept over steps saved no time; "
+                "leave them out, and every call selects its blocks anew"
+            )
         known = [each.name for each in fields(cls)]
         if unknown := sorted(set(data) - set(known)):
             raise ValueError(f"unknown schedule fields {unknown}; known are {', '.join(known)}")

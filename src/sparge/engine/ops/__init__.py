@@ -1,7 +1,9 @@
 """`torch.ops.sparge.*`: the public calls as ops, with fake kernels, for compiled graphs.
 
-A recipe crosses as its JSON, a plan as its tensors, the diagonal as an integer offset. Every op
-checks its arguments when it runs, as the Python functions do.
+A recipe crosses as its JSON, a plan as its tensors, the diagonal as an integer offset. Token ranges
+that are protected in place of the recipe's cross as `start, stop, start, stop, …`: a graph knows
+them only while it is traced, and cannot make a recipe. Every op checks its arguments when it runs,
+as the Python functions do.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from ...routing import choose, current_router, get_backend
 from ...values.backend import AUTO, DENSE, Backend
 from ...values.blockplan import BlockPlan, plan_from_mask
 from ...values.call import Call, Inputs, work_dtype
-from ...values.recipe import KeepAll, Recipe, recipe_from_json
-from ...values.run import note
+from ...values.recipe import KeepAll, Recipe, recipe_from_json, recipe_with_protected
 from ...values.stages import Saved
 from ..call_cache import check_and_choose
 from ..check import check_boundaries, check_call, check_plan, check_varlen
 from ..execute import run_attend, run_attention, run_plan, tokens_of, without_grad_and_autocast
 from ..execute_varlen import run_varlen
+from ..recording import GRAPH_LISTENERS, note
 from . import meta
 
 _FACTS = "bool is_causal, SymInt offset, float scale, str recipe"
@@ -45,8 +47,8 @@ _library.define(
 )
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? block_mask,"
-    f" {_FACTS}, bool return_lse, bool needs_grad, str backend, str label='')"
-    f" -> (Tensor out, Tensor lse, {_PLAN})"
+    f" {_FACTS}, bool return_lse, bool needs_grad, str backend, str label='',"
+    f" int[]? protect=None) -> (Tensor out, Tensor lse, {_PLAN})"
 )
 _library.define(
     "attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
@@ -78,6 +80,7 @@ class Given:
     return_lse: bool = False
     needs_grad: bool = False
     label: str = ""
+    protect: list[int] | None = None
     out: Any = None
     grad_out: Any = None
     grad_lse: Any = None
@@ -93,7 +96,11 @@ class Given:
         """Arguments of `check_call`; heads may always be grouped here."""
         names = ("is_causal", "scale", "backend")
         facts = {name: getattr(self, name) for name in names}
-        return {**facts, "enable_gqa": True, "recipe": recipe_from_json(self.recipe)}
+        recipe = recipe_from_json(self.recipe)
+        if self.protect is not None:
+            pairs = zip(self.protect[::2], self.protect[1::2], strict=True)
+            recipe = recipe_with_protected(recipe, tuple(pairs))
+        return {**facts, "enable_gqa": True, "recipe": recipe}
 
     def call(self, **more: Any) -> Call:
         masks = {"attn_mask": self.attn_mask, "block_mask": self.block_mask}
@@ -189,8 +196,11 @@ def _attention(given: Given) -> tuple[Tensor, ...]:
         call = replace(call, needs_grad=True)
         choice = choose(call, given.backend)
         _check_gradient(call, dense=choice.backend == DENSE)
-    done = run_attention(call, choice, inputs)
+    listener = GRAPH_LISTENERS.find(given.label)
+    done = run_attention(call, choice, inputs, recorded=listener is not None)
     note(done.run)
+    if listener is not None and done.run is not None:
+        listener.note(done.run)
     plan = done.plan or _plan_of_dense(call, inputs)
     lse = _unasked(given.query, given.query.shape[:3]) if done.lse is None else done.lse
     return done.out.contiguous(), lse, plan.counts, plan.indices, plan.allowed
@@ -213,8 +223,10 @@ def _attention_varlen(given: Given) -> tuple[Tensor, ...]:
     facts = {**given.facts, "causal_align": align, "return_lse": given.return_lse}
     call = check_varlen(*packed, *boundaries, **facts)
     cuts = check_boundaries(query, key, *boundaries)
-    out, lse = run_varlen(call, *packed, cuts, backend=given.backend, align=align)
-    return out, _unasked(query, (query.shape[1], query.shape[0])) if lse is None else lse
+    done = run_varlen(call, *packed, cuts, backend=given.backend, align=align)
+    note(done.run)
+    lse = _unasked(query, (query.shape[1], query.shape[0])) if done.lse is None else done.lse
+    return done.out, lse
 
 
 def _unasked(query: Tensor, shape: Sequence[int]) -> Tensor:
@@ -231,7 +243,7 @@ def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> 
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, attn_mask, _, *facts, _, _, backend, _ = inputs
+    query, key, value, attn_mask, _, *facts, _, _, backend, _, _ = inputs
     ctx.facts = (*facts, backend)
     out, _, *plan = output
     ctx.mark_non_differentiable(*plan)

@@ -14,12 +14,21 @@ from ...values.recipe import VISION
 from ...values.schedule import Schedule
 from ..adapters import Attached, Found
 from ..clock import Clock
-from ..sdpa import CROSS, Route
+from ..own_attention import CROSS
+from ..route import Route
 from ..site import Site
 from ..tokens import Tokens
-from .backend import NAME, register
+from .backend import (
+    BACKEND,
+    NAME,
+    PARALLEL,
+    accelerated,
+    attention_call,
+    is_accelerated,
+    own_backend,
+    register,
+)
 from .models import GRIDS, IN_UNET, IN_UNETS, RULES, UNETS, GridsById, Rule
-from .processors import BACKEND, PARALLEL, accelerated, attention_call, is_accelerated, own_backend
 from .scheduler_clock import SchedulerClock
 from .stack import Stack
 

@@ -1,27 +1,35 @@
-"""Backends in diffusers' attention dispatch: the public name `sparge`, and one for our processors.
+"""diffusers' attention dispatch: the backend name `sparge`, and processors that go to a route.
 
 diffusers has no public way to add a backend, so its enum is extended, as other libraries do. A
-backend gets tensors and no module; for accelerated processors the route of the module is set around
-the call (`routed`), and the second backend only hands the call over to it.
+backend gets tensors and no module. Attention processors are therefore replaced by copies: the route
+of the module is set around their call (`routed`), and a second backend only hands the call over to
+it. A copy has a generated subclass of the processor's class, with the same signature, because
+diffusers filters arguments by it.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from diffusers.models import attention_dispatch as dispatch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...values.recipe import DEFAULT
-from ..sdpa import Route, running
+from ..modules.reach import SDPA
+from ..route import Intercept, Route, SdpaCall, running
 from ..site import Site
-from .parallel import attend_parallel
-from .split import heads_last
+from .context_parallel import attend_parallel, heads_last
 
 NAME, RELAY = "sparge", "_sparge_relay"
-
+DISPATCH = "dispatch_attention_fn"
+BACKEND = "_attention_backend"
+PARALLEL = "_parallel_config"
+_ROUTE, _INTERCEPT, _OWN = "_sparge_route", "_sparge_intercept", "_sparge_own"
 
 _ANYWHERE = Route(Site('set_attention_backend("sparge")', DEFAULT))
 """For a model that chose the name itself and was not accelerated."""
@@ -85,9 +93,15 @@ def _backend(route_of: Callable[[], Route]) -> Callable[..., Tensor]:
         _parallel_config: Any = None,
     ) -> Any:
         """Tensors `[B, L, H, D]`; the LSE is `[B, L, H]` in float32, with natural logarithms."""
-        given = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-        given |= {"scale": scale, "enable_gqa": enable_gqa}
-        return _run(route_of(), query, key, value, return_lse, _parallel_config, **given)
+        if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+            attn_mask = attn_mask[:, None, None, :]  # of keys; SDPA would read rows of queries
+        call = SdpaCall(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
+        )
+        if getattr(_parallel_config, "context_parallel_config", None) is not None:
+            return attend_parallel(route_of(), call, _parallel_config)
+        query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
+        return heads_last(route_of().serve(call._replace(query=query, key=key, value=value)))
 
     return attend
 
@@ -102,26 +116,6 @@ def _running() -> Route:
     route: Route | None = running().route
     assert route is not None, "an accelerated processor sets its route"
     return route
-
-
-def _run(
-    route: Route,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    return_lse: bool,
-    parallel_config: Any,
-    **given: Any,
-) -> Any:
-    mask = given["attn_mask"]
-    if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
-        given["attn_mask"] = mask[:, None, None, :]  # of keys; SDPA would read rows of queries
-    if getattr(parallel_config, "context_parallel_config", None) is not None:
-        return attend_parallel(
-            route, query, key, value, config=parallel_config, return_lse=return_lse, **given
-        )
-    query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
-    return heads_last(route(query, key, value, **given, return_lse=return_lse))
 
 
 class OwnBackend:
@@ -144,4 +138,83 @@ class OwnBackend:
         return out.permute(0, 2, 1, 3)
 
 
-__all__ = ["NAME", "RELAY", "OwnBackend", "register", "relay_member", "routed"]
+def attention_call(processor: Any) -> str:
+    """How a processor computes attention: "dispatch", "sdpa", or "" where it cannot be replaced."""
+    kind: Any = type(processor)
+    called = kind.forward if isinstance(processor, nn.Module) else kind.__call__
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    names = {*code.co_names} if code is not None else set()
+    if DISPATCH in names and hasattr(processor, BACKEND):
+        return "dispatch"
+    return "sdpa" if SDPA in names else ""
+
+
+def accelerated(processor: Any, route: Route) -> Any:
+    """A copy of a processor whose attention goes to the route."""
+    mine = copy.copy(processor)
+    own = vars(mine).pop(BACKEND, None)
+    kind: Any = type(processor)
+    mine.__class__ = _accelerated_class(kind, attention_call(processor))
+    setattr(mine, _ROUTE, route)
+    if attention_call(processor) == "dispatch":
+        setattr(mine, _OWN, own if own is not None else getattr(type(processor), BACKEND, None))
+        route.own = OwnBackend(getattr(mine, _OWN))
+    else:
+        setattr(mine, _INTERCEPT, Intercept(route))
+    return mine
+
+
+def is_accelerated(processor: Any) -> bool:
+    return _ROUTE in vars(processor)
+
+
+def own_backend(processor: Any) -> Any:
+    """The backend that was chosen for an accelerated processor, before or since."""
+    return vars(processor).get(_OWN)
+
+
+@functools.cache
+def _accelerated_class(kind: Any, how: str) -> Any:
+    call = _dispatched(kind) if how == "dispatch" else _intercepted(kind)
+    members: dict[str, Any] = {"__call__": call, "__reduce_ex__": _reduce}
+    if how == "dispatch":
+        # `set_attention_backend` sets what dense parts use; it must not switch sparge off.
+        members[BACKEND] = property(_get_backend, _set_backend)
+    return type(f"Sparge{kind.__name__}", (kind,), members)
+
+
+def _dispatched(kind: Any) -> Any:
+    @functools.wraps(kind.__call__)  # keeps the signature
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with routed(self._sparge_route):
+            return kind.__call__(self, *args, **kwargs)
+
+    return call
+
+
+def _intercepted(kind: Any) -> Any:
+    @functools.wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._sparge_intercept:
+            return kind.__call__(self, *args, **kwargs)
+
+    return call
+
+
+def _get_backend(self: Any) -> Any:
+    return relay_member()
+
+
+def _set_backend(self: Any, backend: Any) -> None:
+    setattr(self, _OWN, backend)
+    self._sparge_route.own = OwnBackend(backend)
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """A generated class has no name that a pickle could find: it is made again."""
+    kind = type(self).__mro__[1]
+    return _rebuild, (kind, attention_call(self)), vars(self)
+
+
+def _rebuild(kind: Any, how: str) -> Any:
+    return object.__new__(_accelerated_class(kind, how))

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from ..tokens import Grid, TokenMap
 
-Given = Mapping[str, Any]
+ForwardArguments = Mapping[str, Any]
 """The arguments of a forward, by name."""
 
 
-def always(model: Any, given: Given) -> bool:
+def always(model: Any, given: ForwardArguments) -> bool:
     return True
 
 
-def never(model: Any, given: Given) -> bool:
+def never(model: Any, given: ForwardArguments) -> bool:
     return False
 
 
@@ -45,8 +45,8 @@ class Rule:
     """
 
     blocks: tuple[str, ...]
-    tokens: Callable[[Any, Given], TokenMap | str]
-    once: Callable[[Any, Given], bool] = always
+    tokens: Callable[[Any, ForwardArguments], TokenMap | str]
+    once: Callable[[Any, ForwardArguments], bool] = always
     result: int | None = None
     rotary: tuple[str, ...] = ()
     rotary_dim: int = 0
@@ -79,34 +79,34 @@ HARMLESS = {
 A block that has others, of a later diffusers, gets its tokens as they are."""
 
 
-def _none(given: Given, *names: str) -> bool:
+def _none(given: ForwardArguments, *names: str) -> bool:
     return all(given.get(name) is None for name in names)
 
 
-def _no_controlnet(model: Any, given: Given) -> bool:
+def _no_controlnet(model: Any, given: ForwardArguments) -> bool:
     return _none(given, "controlnet_block_samples", "controlnet_single_block_samples")
 
 
-def _all_blocks_alike(model: Any, given: Given) -> bool:
+def _all_blocks_alike(model: Any, given: ForwardArguments) -> bool:
     return _none(given, "block_controlnet_hidden_states", "skip_layers")
 
 
-def _one_timestep(model: Any, given: Given) -> bool:
+def _one_timestep(model: Any, given: ForwardArguments) -> bool:
     """Wan 2.2 and image-to-video models may give every token its own."""
     return given["timestep"].dim() < 2 or given["timestep"].shape[1] == 1
 
 
-def _all_frames_alike(model: Any, given: Given) -> bool:
+def _all_frames_alike(model: Any, given: ForwardArguments) -> bool:
     """Image-to-video may treat the tokens of the first frame in another way."""
     return bool(model.config.image_condition_type != "token_replace")
 
 
-def _all_pictures_alike(model: Any, given: Given) -> bool:
+def _all_pictures_alike(model: Any, given: ForwardArguments) -> bool:
     """Reference pictures may have a timestep of their own."""
     return _none(given, "controlnet_block_samples") and not model.config.zero_cond_t
 
 
-def _patches(model: Any, given: Given, *, frames_first: bool = False) -> Grid:
+def _patches(model: Any, given: ForwardArguments, *, frames_first: bool = False) -> Grid:
     """The grid of `[B, C, T, H, W]` (or `[B, C, H, W]`) latents cut into patches."""
     sizes = given["hidden_states"].shape
     patch = model.config.patch_size
@@ -119,31 +119,31 @@ def _patches(model: Any, given: Given, *, frames_first: bool = False) -> Grid:
     return -(-T // patch[0]), sizes[3] // patch[1], sizes[4] // patch[2]
 
 
-def _visual_only(model: Any, given: Given) -> TokenMap:
+def _visual_only(model: Any, given: ForwardArguments) -> TokenMap:
     return TokenMap(_patches(model, given))
 
 
-def _text_behind(model: Any, given: Given) -> TokenMap:
+def _text_behind(model: Any, given: ForwardArguments) -> TokenMap:
     return TokenMap(_patches(model, given), after=None)
 
 
-def _cogvideox(model: Any, given: Given) -> TokenMap:
+def _cogvideox(model: Any, given: ForwardArguments) -> TokenMap:
     return TokenMap(_patches(model, given, frames_first=True), before=None)
 
 
-def _latte(model: Any, given: Given) -> TokenMap:
+def _latte(model: Any, given: ForwardArguments) -> TokenMap:
     _, H, W = _patches(model, given)
     return TokenMap((1, H, W))
 
 
-def _ltx(model: Any, given: Given) -> TokenMap | str:
+def _ltx(model: Any, given: ForwardArguments) -> TokenMap | str:
     T, H, W = (given.get(name) for name in ("num_frames", "height", "width"))
     if T is None or H is None or W is None or given["hidden_states"].shape[1] != T * H * W:
         return "its tokens have no grid of frames, height and width"
     return TokenMap((T, H, W))
 
 
-def _qwen(model: Any, given: Given) -> TokenMap | str:
+def _qwen(model: Any, given: ForwardArguments) -> TokenMap | str:
     shapes = given.get("img_shapes")
     if not shapes:
         return "img_shapes were not given, so the grid of its tokens is not known"
@@ -202,7 +202,7 @@ def grids_of(model: nn.Module) -> GridsById:
     return vars(model)[GRIDS]
 
 
-def _flux(model: Any, given: Given) -> TokenMap | str:
+def _flux(model: Any, given: ForwardArguments) -> TokenMap | str:
     if given.get("kv_cache") is not None or given.get("kv_cache_mode") is not None:
         return "it keeps keys of reference pictures in a cache"
     text = given["encoder_hidden_states"].shape[1]
@@ -276,7 +276,7 @@ RULES = {
 """By the name of the class."""
 
 
-def _picture(model: Any, given: Given) -> TokenMap:
+def _picture(model: Any, given: ForwardArguments) -> TokenMap:
     _, _, H, W = given["hidden_states"].shape
     return TokenMap((1, H, W))
 

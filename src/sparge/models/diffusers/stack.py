@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..site import Site
 from ..tokens import Placed, TokenMap, Tokens
-from .models import HARMLESS, Given, Rule, never
+from .models import HARMLESS, ForwardArguments, Rule, never
 
 ROW = "row"
 UNKNOWN = "its tokens are not known: "
@@ -68,7 +68,7 @@ class Stack:
             ]
         return handles
 
-    def begin(self, given: Given) -> None:
+    def begin(self, given: ForwardArguments) -> None:
         """A forward pass begins, with these arguments."""
         tokens = self.tokens
         tokens.permuted, tokens.map, tokens.why_own, self.placed = False, None, "", None
@@ -162,7 +162,7 @@ class BlockExit:
         return tuple(parts)
 
 
-def _reordered_rotary(stack: Stack, given: Any, arguments: Given) -> Any:
+def _reordered_rotary(stack: Stack, given: Any, arguments: ForwardArguments) -> Any:
     """The tables of a pass, permuted once: blocks get the same ones."""
     before, after = stack.rotary
     if before is given:

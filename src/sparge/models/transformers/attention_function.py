@@ -6,20 +6,19 @@ The masks that come here are those of `masks.make_mask`, or the user's.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...support.errors import Unsupported
-from ...values.geometry import MAX_HEAD_DIM
 from ...values.recipe import DEFAULT, Recipe
-from ..site import SITE, Site, allowed_blocks
+from ..own_attention import why_own
+from ..site import SITE, Site
 from ..ulysses import ULYSSES
 from .masks import make_mask, own_by_class, to_attention, to_own
 from .sequence_parallel import (
@@ -78,66 +77,80 @@ def attention_forward(
     """query `[B, Hq, Lq, D]`, key and value with their own heads; returns `[B, Lq, Hq, Dv]`."""
     site: Site = getattr(module, SITE, _ANYWHERE)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    recipe, windowed = site.recipes()
-    left_out = "" if recipe else site.left_out
-    reason, eager = _why_own(module, (query, key, value), left_out, dropout, kwargs)
     share, found = ulysses_share(module, query), None
     if share is not None:
         check_window(kwargs.get("sliding_window"), query.shape[2])
         found = documents(kwargs.get("position_ids"), query)
         if kwargs.get("s_aux") is not None:
             kwargs["s_aux"] = kwargs["s_aux"][share.start : share.stop]
-        site.note_parallel(ULYSSES)
-    if reason:
-        if found is not None:
-            attention_mask = document_mask(found, query, is_causal=causal)
+        site.tally.add_parallel(ULYSSES)
+    in_mask = causal and found is None and attention_mask is not None and attention_mask.dim() != 2
+    recipe = site.recipe_now(diagonal_in_mask=in_mask)
+    if share is not None and recipe is not None:
+        recipe = share.recipe_of(recipe)
+    qkv, left_out = (query, key, value), "" if recipe is not None else site.left_out
+    reason, eager = _why_own(module, qkv, left_out, dropout, kwargs)
+    call = _Call(module, query, key, value, attention_mask, causal, scaling, found)
+    if recipe is None or reason:
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-        function, is_eager = _own_function(module, site.own, reason, eager)
-        key, value, mask = to_own(attention_mask, query, key, value, causal, is_eager)
-        compiling = torch.compiler.is_compiling()
-        start = 0.0 if compiling else time.perf_counter()
-        result: tuple[Tensor, Tensor | None] = function(module, query, key, value, mask, **given)
-        if not compiling:
-            seconds = time.perf_counter() - start
-            # Without a mask the first query is at the first key; with one, the last at the last.
-            at_start = attention_mask is None and query.shape[2] > 1
-            offset = 0 if at_start else key.shape[2] - query.shape[2]
-            blocks = allowed_blocks(query, key, is_causal=causal, offset=offset)
-            site.note_own(reason, seconds, blocks)
-        return result
-    if share is not None and recipe is not None and windowed is not None:
-        recipe, windowed = share.recipe_of(recipe), share.recipe_of(windowed)
-    sinks = kwargs.get("s_aux")
-    if found is not None:
-        plain = {"attn_mask": None, "is_causal": causal, "scale": scaling}
-        plain["enable_gqa"] = query.shape[1] != key.shape[1]
-        attend = partial(_attend, site, recipe=recipe, sinks=sinks, arguments=plain)
-        out = attend_documents(attend, query, key, value, found, alone=sinks is None)
-        return out.transpose(1, 2).contiguous(), None
-    key, value, arguments = to_attention(attention_mask, query, key, value, causal)
-    arguments |= {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    recipe = windowed if causal and not arguments["is_causal"] else recipe
-    out = _attend(site, query, key, value, arguments=arguments, recipe=recipe, sinks=sinks)
-    return out.transpose(1, 2).contiguous(), None
+        result = _run_own(site, call, reason, eager=eager, given=given)
+    else:
+        result = _attend(site, call, recipe, sinks=kwargs.get("s_aux")), None
+    return result
 
 
-def _attend(
-    site: Site,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    arguments: dict[str, Any],
-    recipe: Recipe | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    if sinks is None:
-        out: Tensor = site.attend(query, key, value, arguments, recipe=recipe)
-        return out
-    # A sink is one more key, with a value of zero.
-    out, lse = site.attend(query, key, value, arguments, recipe=recipe, return_lse=True)
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return out * share[..., None].to(out.dtype)
+class _Call(NamedTuple):
+    """A call of the interface. documents: the lengths of those in each sequence, where DeepSpeed
+    gave their positions in place of a mask."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    documents: list[list[int]] | None
+
+
+def _attend(site: Site, call: _Call, recipe: Recipe, *, sinks: Tensor | None) -> Tensor:
+    """Sparse attention, `[B, Lq, Hq, Dv]`."""
+    query, key, value = call.query, call.key, call.value
+    with_lse = sinks is not None
+    plain: dict[str, Any] = {"scale": call.scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if call.documents is not None:
+        plain |= {"is_causal": call.is_causal, "recipe": recipe, "with_lse": with_lse}
+        out, lse = attend_documents(site, query, key, value, call.documents, **plain)
+    else:
+        key, value, arguments = to_attention(call.mask, query, key, value, call.is_causal)
+        arguments |= plain
+        made = site.attend(query, key, value, arguments, recipe=recipe, return_lse=with_lse)
+        out, lse = made if with_lse else (made, None)
+    if sinks is not None:
+        # A sink is one more key, with a value of zero.
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+        out = out * share[..., None].to(out.dtype)
+    attended: Tensor = out.transpose(1, 2).contiguous()
+    return attended
+
+
+def _run_own(
+    site: Site, call: _Call, reason: str, *, eager: bool, given: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """The attention that the model had before, counted with the reason."""
+    query, mask = call.query, call.mask
+    if call.documents is not None:
+        mask = document_mask(call.documents, query, is_causal=call.is_causal)
+    function, is_eager = _own_function(call.module, site.own, reason, eager)
+    key, value, whole = to_own(mask, query, call.key, call.value, call.is_causal, is_eager)
+    own = partial(function, call.module, query, key, value, whole, **given)
+    # Without a mask the first query is at the first key; with one, the last at the last.
+    at_start = mask is None and query.shape[2] > 1
+    offset = 0 if at_start else key.shape[2] - query.shape[2]
+    result: tuple[Tensor, Tensor | None] = site.run_own(
+        reason, own, query, key, is_causal=call.is_causal, offset=offset
+    )
+    return result
 
 
 def _why_own(
@@ -158,20 +171,7 @@ def _why_own(
     config = getattr(module, "config", None)
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return "output_attentions: sparge never makes the attention weights", True
-    head_dim = max(x.shape[3] for x in qkv)
-    for holds, why in (
-        (left_out, left_out),
-        (dropout > 0.0, f"dropout {dropout}: sparge has none"),
-        (qkv[0].shape[2] == 1, "one query (decode): dense attention is faster"),
-        (
-            torch.is_grad_enabled() and any(x.requires_grad for x in qkv),
-            "a gradient is wanted: torch's own is faster; sparge runs under no_grad",
-        ),
-        (head_dim > MAX_HEAD_DIM, f"head dim {head_dim} is over {MAX_HEAD_DIM}"),
-    ):
-        if holds:
-            return why, eager
-    return "", False
+    return why_own(*qkv, left_out=left_out, dropout=dropout), eager
 
 
 def _own_function(

@@ -8,13 +8,15 @@ one, another document begins; padding that restarts or repeats them is such a pl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...support.errors import Unsupported
+from ...values.recipe import Recipe
+from ..site import Site
 from ..ulysses import HeadShare, share_heads
 
 _GROUPS = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
@@ -47,48 +49,60 @@ def check_window(window: int | None, tokens: int) -> None:
         )
 
 
-def documents(positions: Tensor | None, query: Tensor) -> list[list[tuple[int, int]]] | None:
-    """The ranges of documents in each sequence; None if every sequence is one."""
+def documents(positions: Tensor | None, query: Tensor) -> list[list[int]] | None:
+    """The lengths of the documents in each sequence; None if every sequence is one."""
     L = query.shape[2]
     if positions is None or positions.dim() != 2 or positions.shape[1] != L:
         return None
     breaks = positions.diff(dim=1) != 1
     if not bool(breaks.any()):
         return None
-    rows = breaks.expand(query.shape[0], L - 1).cpu()
     found = []
-    for row in rows:
-        starts = [0, *(row.nonzero().flatten() + 1).tolist()]
-        found.append(list(zip(starts, [*starts[1:], L], strict=True)))
+    for row in breaks.expand(query.shape[0], L - 1).cpu():
+        cuts = torch.tensor([0, *(row.nonzero().flatten() + 1).tolist(), L])
+        found.append(cuts.diff().tolist())
     return found
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_documents(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    site: Site,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    found: list[list[tuple[int, int]]],
+    found: list[list[int]],
     *,
-    alone: bool,
-) -> Tensor:
-    """Each document by itself. alone: the output of a document of one token is its value."""
-    out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    for i, row in enumerate(found):
-        for a, b in row:
-            if b - a > 1 or not alone:
-                q, k, v = (x[i : i + 1, :, a:b] for x in (query, key, value))
-                out[i : i + 1, :, a:b] = attend(q, k, v)
-    return out
+    recipe: Recipe | None,
+    with_lse: bool,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Each document by itself, all in one pack: the output, and its LSE `[B, Hq, L]` if wanted.
+
+    Without an LSE, a document of one token needs no attention: its output is its value. Padding may
+    be a document for each of its tokens.
+    """
+    B, Hq, L = query.shape[:3]
+    lengths = [n for row in found for n in row]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out, lse = v.repeat_interleave(Hq // value.shape[1], dim=1), None
+    if with_lse:
+        cuts = list(accumulate(lengths, initial=0))
+        out, lse = site.attend_packed(q, k, v, cuts, recipe=recipe, return_lse=True, **arguments)
+        assert lse is not None
+        lse = lse.unflatten(1, (B, L)).transpose(0, 1)
+    elif several := [n for n in lengths if n > 1]:
+        rows = torch.tensor(lengths).gt(1).repeat_interleave(torch.tensor(lengths)).nonzero()[:, 0]
+        rows = rows.to(query.device)
+        cuts = list(accumulate(several, initial=0))
+        q, k, v = (x.index_select(0, rows) for x in (q, k, v))
+        made, _ = site.attend_packed(q, k, v, cuts, recipe=recipe, **arguments)
+        out = out.index_copy(0, rows, made)
+    return out.unflatten(0, (B, L)).transpose(1, 2), lse
 
 
-def document_mask(found: list[list[tuple[int, int]]], query: Tensor, *, is_causal: bool) -> Tensor:
+def document_mask(found: list[list[int]], query: Tensor, *, is_causal: bool) -> Tensor:
     """bool `[B, 1, L, L]`: the documents as a mask, for the model's own attention."""
-    B, L = query.shape[0], query.shape[2]
-    numbers = torch.zeros((B, L), dtype=torch.long)
-    for i, row in enumerate(found):
-        for a, _ in row[1:]:
-            numbers[i, a:] += 1
-    numbers = numbers.to(query.device)
+    rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in found]
+    numbers = torch.stack(rows).to(query.device)
     mask = numbers[:, None, :, None] == numbers[:, None, None, :]
     return mask.tril() if is_causal else mask

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .counters import WorkerReport
 from .registration import register
-from .served import WORKER
+from .worker import WORKER, WorkerReport
 
 __all__ = ["WorkerExtension", "WorkerReport", "register", "report", "reset"]
 

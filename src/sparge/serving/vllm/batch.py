@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ...values.geometry import BLOCK_Q
+from ...values.geometry import BLOCK_Q, allowed_blocks
 
 Gather = Callable[[int, Tensor, Tensor], None]
 """Copies the cached keys and values of request i into `[Lk, Hk, D]` tensors."""
@@ -37,6 +37,12 @@ class Request:
         """Rows between the start of the first query's block, counted from the prompt's first token,
         and that query."""
         return (self.Lk - self.Lq) % BLOCK_Q
+
+    @property
+    def blocks(self) -> int:
+        """Key blocks that the query blocks of this prefill may read, in one head."""
+        Lq = self.Lq + self.lead
+        return allowed_blocks(Lq, self.Lk, is_causal=True, offset=self.Lk - Lq)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Pack:
+class PromptPack:
     """Requests packed for `attention_varlen`, with `causal_align="bottom_right"`.
 
     Query blocks are those of the whole prompt, wherever a chunk begins: a chunk that begins inside
@@ -79,8 +85,8 @@ class Pack:
     query: Tensor
     key: Tensor
     value: Tensor
-    cuts_q: tuple[int, ...]
-    cuts_k: tuple[int, ...]
+    cuts_q: list[int]
+    cuts_k: list[int]
     requests: tuple[Request, ...]
 
     def write(self, result: Tensor, output: Tensor) -> None:
@@ -92,13 +98,13 @@ class Pack:
 
 def make_pack(
     step: Step, chosen: Sequence[int], query: Tensor, key: Tensor, value: Tensor, gather: Gather
-) -> Pack:
+) -> PromptPack:
     """Requests `chosen` of a step as one pack; keys come from the step or from the cache."""
     requests = tuple(step.requests[i] for i in chosen)
-    cuts_q = tuple(accumulate((each.Lq + each.lead for each in requests), initial=0))
-    cuts_k = tuple(accumulate((each.Lk for each in requests), initial=0))
+    cuts_q = list(accumulate((each.Lq + each.lead for each in requests), initial=0))
+    cuts_k = list(accumulate((each.Lk for each in requests), initial=0))
     keys, values = _keys(requests, chosen, key, value, gather, cuts_k)
-    return Pack(_queries(requests, query), keys, values, cuts_q, cuts_k, requests)
+    return PromptPack(_queries(requests, query), keys, values, cuts_q, cuts_k, requests)
 
 
 def _queries(requests: Sequence[Request], query: Tensor) -> Tensor:

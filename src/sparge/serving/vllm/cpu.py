@@ -20,10 +20,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from .batch import Request
-from .bind import bind_layers
-from .layouts import Layout, find_layout
+from .cache_layout import CacheLayout, find_cache_layout
 from .routing import OwnCost, Shape
-from .serving import ServingBuilder, ServingImpl
+from .step_attention import ServingBuilder, ServingImpl
+from .worker import bind_layers
 
 TRIAL, TURNS = 1024, 3
 """Tokens of the prompt that vLLM's attention is measured with, and how often; the least counts."""
@@ -71,7 +71,8 @@ class SpargeCPUImpl(ServingImpl, CPUAttentionBackendImpl):
 
 class SpargeCPUBuilder(ServingBuilder, CPUAttentionMetadataBuilder):
     def bind(self, layer_names: list[str], config: Any) -> None:
-        bind_layers(layer_names, config, measure=partial(_measure, self.block_size, self.isa))
+        measure = partial(_measure, self.block_size, self.isa)
+        bind_layers(layer_names, config, measure=measure, implementation=SpargeCPUImpl)
 
     def seq_lens(self, common: Any) -> list[int] | None:
         lengths: list[int] = common.seq_lens.tolist()
@@ -91,7 +92,7 @@ class SpargeCPUBackend(CPUAttentionBackend):
 
 
 @lru_cache(maxsize=64)
-def layout_of(isa: str, dtype: torch.dtype, block: int, D: int) -> Layout | None:
+def layout_of(isa: str, dtype: torch.dtype, block: int, D: int) -> CacheLayout | None:
     """How vLLM packs a block, found by letting it write one; None if that is not understood."""
 
     def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -99,7 +100,7 @@ def layout_of(isa: str, dtype: torch.dtype, block: int, D: int) -> Layout | None
         ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa)
 
     try:
-        return find_layout(write, dtype=dtype, block=block, D=D)
+        return find_cache_layout(write, dtype=dtype, block=block, D=D)
     except RuntimeError:  # vLLM itself does not serve this
         return None
 

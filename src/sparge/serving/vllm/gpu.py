@@ -22,8 +22,8 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from .batch import Request
-from .bind import bind_layers
-from .serving import ServingBuilder, ServingImpl
+from .step_attention import ServingBuilder, ServingImpl
+from .worker import bind_layers
 
 
 class SpargeImpl(ServingImpl, TritonAttentionImpl):
@@ -65,7 +65,9 @@ class SpargeBuilder(ServingBuilder, TritonAttentionMetadataBuilder):
 
     def bind(self, layer_names: list[str], config: Any) -> None:
         # vLLM's kernel is not timed here: `auto` compares with torch's attention.
-        bind_layers(layer_names, config, measure=lambda impl, shape: None)
+        bind_layers(
+            layer_names, config, measure=lambda impl, shape: None, implementation=SpargeImpl
+        )
 
     def seq_lens(self, common: Any) -> list[int] | None:
         bound = common.seq_lens_cpu_upper_bound  # exact for prefills, which alone read it

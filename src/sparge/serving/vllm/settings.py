@@ -41,7 +41,7 @@ def asked_for() -> bool:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServingSettings:
     """What every layer of a worker is served by.
 
     recipe: of all layers, where there is no profile. backend: as in `sparge.attention`; `"auto"`
@@ -95,7 +95,9 @@ def profile_name(layer: str, names: Iterable[str]) -> str:
     )
 
 
-def read_settings(additional_config: Any, environ: Mapping[str, str] = os.environ) -> Settings:
+def read_settings(
+    additional_config: Any, environ: Mapping[str, str] = os.environ
+) -> ServingSettings:
     """The settings in force. ValueError says which source is wrong and what it must hold."""
     section = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
     where = f"additional_config[{SECTION!r}]"
@@ -113,13 +115,13 @@ def read_settings(additional_config: Any, environ: Mapping[str, str] = os.enviro
     both = [source for source, (name, _) in given.items() if name in ("recipe", "profile")]
     if len(both) > 1:
         raise ValueError(f"{both[0]} and {both[1]} must not be given together; leave one of them")
-    settings = Settings()
+    settings = ServingSettings()
     for source, (name, value) in given.items():
         settings = _with(settings, source, name, value)
     return settings
 
 
-def _with(settings: Settings, source: str, name: str, value: Any) -> Settings:
+def _with(settings: ServingSettings, source: str, name: str, value: Any) -> ServingSettings:
     try:
         if name == "recipe":
             return replace(settings, recipe=_recipe(value), origin=f"the recipe of {source}")

@@ -15,14 +15,13 @@ from torch import Tensor
 from .batch import Request, Rows, Step, make_pack
 from .refusals import (
     DECODE,
-    FOREIGN_STEP,
     OTHER_KEYS,
     PAUSED,
     UNBOUND,
     UNKNOWN_LAYOUT,
     why_step_not_served,
 )
-from .served import WORKER, ServedLayer
+from .worker import WORKER, ServedLayer
 
 STEP, PARTS = "sparge_step", "sparge_parts"
 """Attributes of a step's metadata: its requests, and the metadata of some of them."""
@@ -72,9 +71,9 @@ class ServingImpl:
             own()
             seconds = time.perf_counter() - start
             if step is None:
-                served.counters.add_step(FOREIGN_STEP, attn_metadata.num_actual_tokens, seconds)
+                served.note_foreign_step(attn_metadata.num_actual_tokens, seconds)
             else:
-                served.counters.add_decode(len(step.requests), seconds)
+                served.note_decode(len(step.requests), seconds)
             return output
         fused = output_scale is not None or output_block_scale is not None
         why = PAUSED if WORKER.paused else served.why
@@ -90,7 +89,7 @@ class ServingImpl:
         elif rest:
             self._attend_rest(layer, query, kv_cache, attn_metadata, output, step, rest)
         others = [(step.requests[i], reasons[i]) for i in rest]
-        served.counters.add_own(others, query.shape[1], time.perf_counter() - start)
+        served.note_own(others, query.shape[1], time.perf_counter() - start)
         if mine:
             assert gather is not None
             pack = make_pack(step, mine, query, key, value, gather)

@@ -7,7 +7,7 @@ the channels) lie in groups, and inside a group pairs of the other axis lie side
     tokens in groups:     [block / group, D / pair, group, pair]
     channels in groups:   [D / group, block / pair, group, pair]
 
-`find_layout` writes numbers through vLLM's own function and looks for the order that reads
+`find_cache_layout` writes numbers through vLLM's own function and looks for the order that reads
 them back. An order outside of the family is unknown, and such a cache is left to vLLM.
 """
 
@@ -49,7 +49,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CacheLayout:
     """The order of keys and of values in a block of `block` tokens and `D` channels."""
 
     block: int
@@ -93,7 +93,9 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(n, 0, -1) if n % d == 0]
 
 
-def find_layout(write: Write, *, dtype: torch.dtype, block: int, D: int) -> Layout | None:
+def find_cache_layout(
+    write: Write, *, dtype: torch.dtype, block: int, D: int
+) -> CacheLayout | None:
     """The layout of a cache that `write` fills; None if it is unknown."""
     bits = torch.int16 if dtype.itemsize == 2 else torch.int32
     slots = torch.arange(block) + block
@@ -112,7 +114,7 @@ def find_layout(write: Write, *, dtype: torch.dtype, block: int, D: int) -> Layo
         if order is None:
             return None
         found.append(order)
-    return Layout(block, D, *found)
+    return CacheLayout(block, D, *found)
 
 
 def _reads(order: Order, packed: Tensor, block: int, D: int) -> bool:

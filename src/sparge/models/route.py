@@ -1,0 +1,294 @@
+"""Attention calls of a model's code on their way to sparge: place → decide → attend → restore.
+
+`Route` serves calls with the arguments of `F.scaled_dot_product_attention`; `Intercept` sends those
+of a model's own code to it, inside a `with` block and in its thread only. Compiled graphs trace
+both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..api.attention import attention
+from ..routing import DENSE
+from ..values.recipe import Recipe
+from .clock import known_recipes
+from .own_attention import why_own
+from .site import Site
+from .tokens import OpenRanges, Placed, Ranges, Tokens, check_ranges, protected_ranges
+from .ulysses import HeadShare
+
+Own = Callable[..., Tensor]
+"""The model's own attention, with the arguments of `F.scaled_dot_product_attention`."""
+
+
+class SdpaCall(NamedTuple):
+    """The arguments of `F.scaled_dot_product_attention`, and whether an LSE is wanted."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    return_lse: bool
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.query.shape[-2], self.key.shape[-2]
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether there are as many keys as queries, which are then taken for the same tokens."""
+        return self.query.dim() == 4 and self.query.shape[-2] == self.key.shape[-2]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the visual tokens of a call stand while it is attended.
+
+    placed: their order in attention; None is the order in which they came. moves: the same where
+    attention itself puts them in that order and back; None in a model whose hidden states are.
+    """
+
+    placed: Placed | None = None
+    moves: Placed | None = None
+
+    def reorder(self, call: SdpaCall) -> SdpaCall:
+        if self.moves is None:
+            return call
+        query, key, value = (self.moves.reorder(x) for x in (call.query, call.key, call.value))
+        mask = self.moves.reorder_mask(call.attn_mask, *call.lengths)
+        return call._replace(query=query, key=key, value=value, attn_mask=mask)
+
+    def restore(self, result: Any) -> Any:
+        """An output, or `(out, lse)`, in the order in which the tokens came."""
+        if self.moves is None:
+            return result
+        if isinstance(result, tuple):
+            out, lse = result
+            return self.moves.restore(out), self.moves.restore(lse, dim=-1)
+        return self.moves.restore(result)
+
+
+class Route:
+    """Serves the attention calls of one site: sparse, or by the model's own attention.
+
+    own: None is SDPA itself. cross: serve attention to other tokens, too.
+    """
+
+    def __init__(
+        self, site: Site, tokens: Tokens | None = None, own: Own | None = None, cross: bool = False
+    ) -> None:
+        self.site, self.tokens, self.own, self.cross = site, tokens, own, cross
+        # Of all parts of a run, so that a dense part refuses them, too.
+        known = (recipe.protect for recipe in known_recipes(site.recipe))
+        self.known_ranges = tuple(dict.fromkeys(ranges for ranges in known if ranges))
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """The output, or `(out, lse)`."""
+        call = SdpaCall(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
+        )
+        return self.serve(call)
+
+    def serve(self, call: SdpaCall, *, share: HeadShare | None = None) -> Any:
+        """The result of a call. share: its heads, where other processes have the rest of those that
+        the site's recipe is for."""
+        call, placement = self.place(call)
+        recipe, reason = self.decide(call, share=share)
+        if recipe is None or reason:
+            return self.run_own(reason, call)
+        return placement.restore(self.attend(placement.reorder(call), recipe, placement))
+
+    def place(self, call: SdpaCall) -> tuple[SdpaCall, Placement]:
+        """Where the tokens of a call are, and the call as it comes to attention: in a model whose
+        hidden states are in order, a mask must follow them."""
+        tokens, (Lq, Lk) = self.tokens, call.lengths
+        if call.is_self_attention and self.known_ranges:
+            _check_ranges(self.known_ranges, int(Lq))
+        if tokens is None:
+            return call, Placement()
+        if tokens.permuted:
+            placed = tokens.place(int(Lq))
+            if placed is not None and call.attn_mask is not None:
+                call = call._replace(attn_mask=placed.reorder_mask(call.attn_mask, Lq, Lk))
+            return call, Placement(placed if call.is_self_attention else None)
+        # A causal call goes by the order in which its tokens came.
+        if call.is_causal or not call.is_self_attention:
+            return call, Placement()
+        placed = tokens.place(int(Lq))
+        return call, Placement(placed, moves=placed)
+
+    def decide(
+        self,
+        call: SdpaCall,
+        *,
+        share: HeadShare | None = None,
+        lengths: tuple[int, int] | None = None,
+    ) -> tuple[Recipe | None, str]:
+        """The recipe of a call, and why the model's own attention must run it instead, or "".
+
+        lengths: of the queries and of the keys, where the tensors are parts of them.
+        """
+        # SDPA takes a mask beside `is_causal` for one that has the diagonal in it.
+        in_mask = call.is_causal and call.attn_mask is not None
+        recipe = self.site.recipe_now(diagonal_in_mask=in_mask)
+        if share is not None and recipe is not None:
+            recipe = share.recipe_of(recipe)
+        Lq = (lengths or call.lengths)[0]
+        unknown = "" if self.tokens is None else self.tokens.why_unknown(Lq)
+        reason = why_own(
+            call.query,
+            call.key,
+            call.value,
+            left_out=unknown or ("" if recipe is not None else self.site.left_out),
+            dropout=call.dropout_p,
+            shared_heads=call.enable_gqa,
+            cross=self.cross,
+            lengths=lengths,
+        )
+        return recipe, reason
+
+    def attend(self, call: SdpaCall, recipe: Recipe, placement: Placement) -> Any:
+        """Sparse attention of a call whose tokens are in order."""
+        arguments = {
+            "attn_mask": call.attn_mask,
+            "is_causal": call.is_causal,
+            "scale": call.scale,
+            # One key head for all queries is broadcast by SDPA, and shared here.
+            "enable_gqa": call.enable_gqa or call.key.shape[1] < call.query.shape[1],
+        }
+        return self.site.attend(
+            call.query,
+            call.key,
+            call.value,
+            arguments,
+            recipe=recipe,
+            return_lse=call.return_lse,
+            protect=self._protected(recipe, call, placement.placed),
+        )
+
+    def _protected(self, recipe: Recipe, call: SdpaCall, placed: Placed | None) -> Ranges | None:
+        """Where the protected tokens of a recipe stand, and those that are not visual; None leaves
+        the recipe as it is."""
+        if self.tokens is None and not recipe.protect:
+            return None
+        L = int(call.lengths[0])
+        others = () if self.tokens is None else self.tokens.protected(L)
+        if not others and not recipe.protect:
+            return None
+        place = () if placed is None else (*placed.grid, placed.start)
+        order = "" if placed is None else placed.order
+        return _protected_ranges(recipe.protect, L, others, place, order)
+
+    def run_own(self, reason: str, call: SdpaCall) -> Any:
+        """The model's own attention, counted with the reason; torch's where an LSE is wanted."""
+        own: Any = F.scaled_dot_product_attention if self.own is None else self.own
+        given: dict[str, Any] = {
+            "attn_mask": call.attn_mask,
+            "dropout_p": call.dropout_p,
+            "is_causal": call.is_causal,
+            "scale": call.scale,
+            "enable_gqa": call.enable_gqa,
+        }
+        own = partial(
+            _dense_with_lse if call.return_lse else own, call.query, call.key, call.value, **given
+        )
+        return self.site.run_own(reason, own, call.query, call.key, is_causal=call.is_causal)
+
+
+# A graph finds ranges once, while it is traced, from plain numbers.
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
+    return check_ranges(known, L)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _protected_ranges(
+    ranges: OpenRanges, L: int, others: Ranges, place: tuple[int, ...], order: str
+) -> Ranges:
+    return protected_ranges(ranges, L, others, place, order)
+
+
+def _dense_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, enable_gqa: bool, **given: Any
+) -> tuple[Tensor, Tensor]:
+    if dropout_p > 0.0:
+        raise ValueError(f"return_lse must be False with dropout, got dropout_p {dropout_p}")
+    shared = enable_gqa or key.shape[1] < query.shape[1]
+    return attention(query, key, value, **given, enable_gqa=shared, backend=DENSE, return_lse=True)
+
+
+class _InThread(threading.local):
+    busy = False
+    route: Route | None = None
+
+
+class _Tracing:
+    """In place of the above while a graph is traced, which cannot read a thread's own values."""
+
+    def __init__(self) -> None:
+        # Of the instance from the start: a graph compares where an attribute is.
+        self.busy = False
+        self.route: Route | None = None
+
+
+_in_thread, _tracing = _InThread(), _Tracing()
+
+
+def running() -> Any:
+    """What this thread, or the graph that is traced, is about: `busy` while a route serves an
+    intercepted call, and the `route` of a processor that is running."""
+    return _tracing if torch.compiler.is_compiling() else _in_thread
+
+
+class Intercept(TorchFunctionMode):
+    """Sends calls of `F.scaled_dot_product_attention` to a route, in this thread, while entered."""
+
+    def __init__(self, route: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.route = route
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # a graph cannot follow it to the method of its base class
+            return torch.unflatten(*args, **kwargs)
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        # What the route calls must not reach an interception around this one.
+        here = running()
+        if here.busy:
+            return func(*args, **kwargs)
+        here.busy = True
+        try:
+            return self.route(*args, **kwargs)
+        finally:
+            here.busy = False
