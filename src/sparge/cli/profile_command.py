@@ -99,9 +99,24 @@ def heads_table(name: str, layer: LayerSettings) -> Table:
     )
 
 
+def sensitivity_table(rows: list[dict[str, Any]]) -> Table:
+    return Table(
+        "how far each layer alone moves the output",
+        [
+            Column("layer", "layer"),
+            Column("changes", "error: change of the output"),
+            Column("chosen", "error\nchosen", error),
+        ],
+        rows,
+        ["the first error is 0: everything kept, the precision alone"],
+    )
+
+
 def _show(profile: Profile, heads: bool) -> None:
     screen, model = console(), profile.model
     show_table(screen, layers_table(profile))
+    if rows := sensitivity_rows(profile):
+        show_table(screen, sensitivity_table(rows))
     for name, layer in profile.named_settings().items():
         if heads and layer.is_tuned:
             show_table(screen, heads_table(name, layer))
@@ -225,3 +240,16 @@ def _figures(held: Mapping[str, Any]) -> str:
         figures.append(f"FLIP {held['flip']:.4f}, {held['renders']} renders")
     figures.append(f"density {held['density']:.3f}")
     return ", ".join(figures)
+
+
+def sensitivity_rows(profile: Profile) -> list[dict[str, Any]]:
+    """Of every layer: its change of the output at some errors, and the error chosen."""
+    output = profile.output or {}
+    rows = []
+    for one in output.get("bands", [output]):
+        band = f" [noise {one['noise'][0]:g} to {one['noise'][1]:g}]" if "noise" in one else ""
+        for name, layer in one.get("sensitivity", {}).items():
+            measured = zip(layer["errors"], layer["changes"], strict=True)
+            changes = ", ".join(f"{error:.2f}: {change:.2g}" for error, change in measured)
+            rows.append({"layer": f"{name}{band}", "changes": changes, "chosen": layer["chosen"]})
+    return rows

@@ -240,7 +240,7 @@ class Profile:
     target was the model's output.
     calibration: what it was tuned on, for people to read.
     output: of such a target, its `measure` and `target`, what was measured on `held_out` data (in
-    every band, where there are noise bands).
+    every band, where there are noise bands), and the `sensitivity` of every layer.
     """
 
     layers: Mapping[str, LayerSettings]

@@ -17,7 +17,7 @@ from sparge import DEFAULT, Recipe, cli
 from sparge.backends.cpu import library as native
 from sparge.cli import main
 from sparge_tools import optional_libraries
-from sparge_tools.evaluate import cells, harness, model_directory, tested_model
+from sparge_tools.evaluate import cells, harness, tested_model
 from tiny_lm import MAX_TOKENS, make_tokenizer, save, sentences
 
 OURS = "cpu" if native.why_missing() is None else "reference"
@@ -222,11 +222,11 @@ def test_without_lm_eval(argv, capsys, monkeypatch):
 
 
 def test_two_models_have_two_fingerprints(model, tmp_path):
-    first = model_directory.directory_fingerprint("a", Path(model))
-    other = model_directory.directory_fingerprint("a", Path(save(tmp_path / "other", seed=1)))
+    first = tested_model.directory_fingerprint("a", Path(model))
+    other = tested_model.directory_fingerprint("a", Path(save(tmp_path / "other", seed=1)))
     assert (
         first["digest"]
-        == model_directory.directory_fingerprint("a", Path(model))["digest"]
+        == tested_model.directory_fingerprint("a", Path(model))["digest"]
         != other["digest"]
     )
 

@@ -13,18 +13,23 @@ from gloo_ranks import run_ranks
 from sparge import DEFAULT, VISION, KeepAll, Recipe
 from sparge.synthetic import structured_qkv
 from sparge_tools.studies import scale_model
-from sparge_tools.studies.scale_costs import (
+from sparge_tools.studies.scale_model import (
+    KINDS,
+    MEASURED,
     Layer,
     Machine,
+    at,
     block_bytes,
     dense_ring_bytes,
     estimate,
+    measure,
     move_bytes,
+    needed_share,
     plan_bytes,
+    read,
     ring_seconds,
     ulysses_bytes,
 )
-from sparge_tools.studies.scale_densities import KINDS, MEASURED, at, measure, needed_share, read
 
 SIZES = {"Hq": 4, "Hk": 2, "D": 64}
 L, WORLD = 4096, 2

@@ -9,8 +9,7 @@ import pytest
 
 from sparge.cli import UNSUPPORTED
 from sparge_tools.studies import serve
-from sparge_tools.studies.serve_engine import growth, mixed_lengths
-from sparge_tools.studies.serve_kernels import fastest_in_turns
+from sparge_tools.studies.serve import fastest_in_turns, growth, mixed_lengths
 
 
 def test_without_vllm_it_says_what_to_install(capsys):

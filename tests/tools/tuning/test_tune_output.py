@@ -10,12 +10,16 @@ import torch
 
 import sparge
 from sparge import KeepMass, Profile, Recipe
+from sparge.values.recipe import DEFAULT
 from sparge_tools.evaluate.logits import compare, outputs_of
-from sparge_tools.tuning import TargetNotMet, scored_layers, tune_output, verify
+from sparge_tools.tuning import TargetNotMet, scored_layers, sensitivity, tune_output, verify
 from sparge_tools.tuning.allocate import Option
 from sparge_tools.tuning.layer_levels import MASSES, HeadCurves, even_levels, levels_of
-from sparge_tools.tuning.output_measure import _standard_error
-from sparge_tools.tuning.verify import Checked, Verifier, scale_to_target
+from sparge_tools.tuning.output_measure import LanguageMeasure, _standard_error
+from sparge_tools.tuning.prefix import Prefix
+from sparge_tools.tuning.scored_layers import TunedModel, attention_layers
+from sparge_tools.tuning.sensitivity import Sensitivity
+from sparge_tools.tuning.verify import Checked, scale_to_target
 from tiny_llama import sharp_llama, token_inputs
 
 pytest.importorskip("transformers")
@@ -78,19 +82,24 @@ def test_the_promise_is_what_the_profile_does_on_held_out_text(model, texts, sta
     assert profile.output["target"] == TARGET
     assert len(told["digests"]) == 2
     assert not {*told["digests"]} & {*profile.output["calibrated_on"]}
+    assert set(profile.output["sensitivity"]) == set(profile.layers)
 
 
 def test_a_larger_target_keeps_fewer_blocks_and_a_state_serves_both(model, texts, tmp_path):
-    state = tmp_path / "state.json"
-    small = tune_output(model, *texts, max_kl=TARGET / 6, state=state)
+    state, steps = tmp_path / "state.json", []
+    small = tune_output(model, *texts, max_kl=TARGET / 6, state=state, done=steps.append)
+    measured_before = sum(step.startswith("measured") for step in steps)
+    assert measured_before == len(small.layers)
 
     def no_more(*args):
-        pytest.fail("a layer was scored again")
+        pytest.fail("a layer was measured again")
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sensitivity, "_change_of", no_more)
         patch.setattr(scored_layers, "_score", no_more)
         large = tune_output(model, *texts, max_kl=TARGET * 2, state=state)
     assert large.output["held_out"]["density"] < small.output["held_out"]["density"]
+    assert large.output["sensitivity"].keys() == small.output["sensitivity"].keys()
 
 
 def test_perplexity_is_verified_itself(model, texts, state):
@@ -110,21 +119,21 @@ def test_a_target_that_nothing_meets_says_its_figures(model, texts, state):
 def test_an_interrupted_run_resumes(model, texts, state, tmp_path, monkeypatch):
     whole = tune_output(model, *texts, max_kl=TARGET, state=state)
     state = tmp_path / "interrupted.json"
-    original, ran = Verifier._run, []
+    original, ran = sensitivity._change_of, []
 
     def interrupted(*args):
-        ran.append(args)
-        if len(ran) == 2:
+        ran.append(args[4])
+        if len(ran) == 5:
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(Verifier, "_run", interrupted)
+    monkeypatch.setattr(sensitivity, "_change_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tune_output(model, *texts, max_kl=TARGET, state=state)
     assert model.config._attn_implementation == "sdpa"
+    assert all("forward" not in vars(block) for block in model.model.layers)
     resumed = tune_output(model, *texts, max_kl=TARGET, state=state)
-    checks = [key for key in json.loads(state.read_text())["results"] if key.startswith("check")]
-    assert len(ran) == 1 + len(checks), "what was done is not done again"
+    assert len(ran) == 1 + sum(len(of["errors"]) for of in whole.output["sensitivity"].values())
     assert resumed.output == whole.output
     assert resumed.layers == whole.layers
 
@@ -183,6 +192,42 @@ def test_the_rest_of_the_recipe_is_kept(model, texts):
         assert found.local_blocks == 1  # the window of a causal call, as a number
 
 
+def test_skipping_blocks_changes_nothing_but_the_time(model, texts, state, monkeypatch):
+    """The changes are those of whole runs."""
+    quick = tune_output(model, *texts, max_kl=TARGET, state=state).output["sensitivity"]
+    monkeypatch.setattr(sensitivity, "Prefix", lambda model, names: Prefix(model, []))
+    slow = tune_output(model, *texts, max_kl=TARGET).output["sensitivity"]
+    for name in slow:
+        assert quick[name]["changes"] == pytest.approx(slow[name]["changes"], rel=1e-3)
+
+
+def test_blocks_that_need_more_than_their_input_are_not_skipped(model, texts):
+    """Here a block reads what the one before it left behind."""
+    first, last = model.model.layers[0], model.model.layers[2]
+    plain_first, plain_last = first.forward, last.forward
+    left = []
+
+    def leave(hidden, *args, **rest):
+        left.append(hidden)
+        return plain_first(hidden, *args, **rest)
+
+    first.forward = leave
+    last.forward = lambda hidden, *a, **k: plain_last(hidden + 0.1 * left.pop(), *a, **k)
+    measure, prefix = LanguageMeasure(model), Prefix(model, attention_layers(model))
+    tuned = TunedModel(model, measure, attention_layers(model), DEFAULT)
+    assert prefix.block_of
+    sensitivity._dense_run(tuned, prefix, texts[0][0])
+    assert prefix.block_of == {}
+    assert first.forward is leave
+
+
+def test_attention_outside_of_one_list_of_blocks():
+    assert Prefix(torch.nn.Sequential(torch.nn.Linear(2, 2)), ["0"]).blocks == []
+    two = torch.nn.ModuleDict({n: torch.nn.ModuleList([torch.nn.Linear(2, 2)]) for n in "ab"})
+    assert Prefix(two, ["a.0", "b.0"]).block_of == {}
+    assert Prefix(two, ["a.0"]).block_of == {"a.0": 0}
+
+
 def test_levels_spend_the_error_where_it_saves_most():
     """Head 0 has a half that it does not need; head 1 errs at once. Both see 100 blocks."""
     n = len(MASSES)
@@ -200,6 +245,17 @@ def test_levels_spend_the_error_where_it_saves_most():
     assert all(len(set(level.masses)) == 1 for level in even)
 
 
+def test_between_anchors_the_change_is_linear_in_the_squared_error():
+    of = Sensitivity((0.0, 0.1, 0.3), (0.001, 0.002, 0.010))
+    assert of.change_at(0.0) == 0.0
+    assert of.change_at(0.1) == pytest.approx(0.001)
+    assert of.change_at(math.sqrt(0.05)) == pytest.approx(0.005)
+    assert of.change_at(0.5) > of.change_at(0.3) == pytest.approx(0.009)
+    # Noise below nothing counts as nothing, and the change never falls with the error.
+    assert Sensitivity((0.0, 0.1, 0.3), (0.002, 0.001, 0.004)).change_at(0.1) == 0.0
+    assert Sensitivity((0.0,), (0.002,)).change_at(0.1) == 0.0
+
+
 class Pretended:
     """A model whose measured figure is a function of the sum of changes."""
 
@@ -213,9 +269,9 @@ class Pretended:
         kept = sum(self.options[i][k].kept for i, k in chosen.items())
         return Checked(chosen, {}, {"value": self.figure(change)}, kept / 500)
 
-    def scale(self, target):
+    def scale(self, target, first):
         value = lambda found: found.figures["value"]  # noqa: E731
-        return scale_to_target(self.options, self.check, value, target=target)
+        return scale_to_target(self.options, self.check, value, target=target, first=first)
 
 
 @pytest.mark.parametrize(
@@ -224,15 +280,15 @@ class Pretended:
 )
 def test_an_allocation_is_scaled_until_the_target_is_met(figure):
     pretended = Pretended(figure)
-    found = pretended.scale(target=0.01)
+    found = pretended.scale(target=0.01, first=0.01)
     assert found.figures["value"] <= 0.01
     assert found.figures["value"] >= 0.009, "and used up"
     assert pretended.checks <= verify.CHECKS
 
 
 def test_what_cannot_be_met_or_used_up():
-    assert Pretended(lambda x: 0.02 + x).scale(target=0.01) is None
-    assert Pretended(lambda x: 1e-9 * x).scale(target=0.01).density < 0.02
+    assert Pretended(lambda x: 0.02 + x).scale(target=0.01, first=0.01) is None
+    assert Pretended(lambda x: 1e-9 * x).scale(target=0.01, first=0.01).density < 0.02
 
 
 def test_standard_errors_are_over_parts():

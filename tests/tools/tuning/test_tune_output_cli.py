@@ -9,7 +9,7 @@ import pytest
 from sparge.cli import main
 from sparge.values.profile import Profile
 from sparge_tools import zoo
-from sparge_tools.tuning.verify import Verifier
+from sparge_tools.tuning import sensitivity
 from tiny_llama import Letters, sharp_llama
 
 pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ def test_the_target_is_met_and_told(command, tmp_path, capsys):
     assert "tiny: KL at most 0.2, density" in shown.out
     assert "held out: KL 0." in shown.out
     assert "perplexity" in shown.out
-    assert "density 0." in shown.err
+    assert "measured model.layers.2.self_attn" in shown.err
     path = tmp_path / "out" / "p.json"
     assert list(path.parent.iterdir()) == [path], "the state is gone"
     profile = Profile.load(path)
@@ -47,6 +47,7 @@ def test_the_target_is_met_and_told(command, tmp_path, capsys):
     assert len(profile.calibration["held_out"]) == 2
     assert main(["profile", "show", str(path)]) == 0
     shown = capsys.readouterr().out
+    assert "how far each layer alone moves the output" in shown
     assert f"held out: KL {held['kl']:.5f} ± {held['kl_error']:.5f}" in shown
     assert main(["profile", "check", str(path)]) == 0
     assert "held out: KL" in capsys.readouterr().out
@@ -65,6 +66,7 @@ def test_perplexity_as_json(command, capsys):
     assert document["measure"] == "perplexity"
     assert document["target"] == pytest.approx(0.2)
     assert document["held_out"]["relative"] <= 0.2
+    assert "sensitivity" not in document
 
 
 def test_nothing_is_written_when_the_target_cannot_be_met(command, tmp_path, capsys):
@@ -79,23 +81,23 @@ def test_nothing_is_written_when_the_target_cannot_be_met(command, tmp_path, cap
 
 
 def test_an_interrupted_command_resumes(command, tmp_path, capsys, monkeypatch):
-    original, ran = Verifier._run, []
+    original, ran = sensitivity._change_of, []
 
     def interrupted(*args):
         ran.append(args)
-        if len(ran) == 2:
+        if len(ran) == 4:
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(Verifier, "_run", interrupted)
+    monkeypatch.setattr(sensitivity, "_change_of", interrupted)
     state = tmp_path / "mine.json"
     command += ["--max-kl", "0.2", "--state", str(state)]
     assert main(command) == 130
     assert f"the same command resumes from {state}" in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
     assert main(command) == 0
-    checks = [key for key in json.loads(state.read_text())["results"] if key.startswith("check")]
-    assert len(ran) == 1 + len(checks), "what was done is not done again"
+    found = Profile.load(tmp_path / "out" / "p.json").output["sensitivity"]
+    assert len(ran) == 1 + sum(len(layer["errors"]) for layer in found.values())
     assert state.is_file(), "a state that was asked for stays"
     assert main([*command, "--layers", "*.0.self_attn"]) == 2
     assert "it is of another request: other layers" in capsys.readouterr().err

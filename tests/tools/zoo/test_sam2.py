@@ -14,9 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from sam2_export import export_decoder, export_encoder, onnx_file, ort_file
-from sparge_tools.zoo.vision.sam2 import Sam2, Sam2Config, convert_sam2, prepare_image
-from sparge_tools.zoo.vision.sam2_encoder import HieraBlock, join_windows, split_windows
-from sparge_tools.zoo.vision.sam2_ort import read_ort_weights
+from sparge_tools.zoo.vision.sam2 import (
+    HieraBlock,
+    Sam2,
+    Sam2Config,
+    join_windows,
+    prepare_image,
+    split_windows,
+)
+from sparge_tools.zoo.vision.sam2_convert import convert_sam2, read_ort_weights
 from sparge_tools.zoo.vision.sam2_task import PROMPTS, Photo, PointToMask
 
 TINY = Sam2Config(

@@ -12,10 +12,10 @@ import pytest
 
 from sparge import Unsupported
 from sparge_tools import zoo
-from sparge_tools.zoo import archives, downloads, model_files, text_files
+from sparge_tools.zoo import downloads, model_files, text_files
+from sparge_tools.zoo.downloads import megabytes, stage
 from sparge_tools.zoo.kinds import KINDS
 from sparge_tools.zoo.processes import last_line, run_module
-from sparge_tools.zoo.progress import megabytes, stage
 from tiny_wheels import tiny_text
 
 TINY = "first: \u03c0\n\nsecond"
@@ -39,7 +39,7 @@ def wheel(tiny, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("nothing is to be downloaded")
 
-    monkeypatch.setattr(archives, "download", refuse)
+    monkeypatch.setattr(downloads, "download", refuse)
     model_files.downloads().mkdir(parents=True)
     return Path(shutil.copy(tmp_path / tiny.carrier.file, model_files.downloads()))
 
@@ -138,7 +138,7 @@ def test_a_damaged_text_is_made_again(wheel):
 def test_a_wrong_wheel_is_deleted(wheel, tiny, damage):
     data = wheel.read_bytes()
     wheel.write_bytes(data[:100] if damage == "truncated" else data[:-1] + b"!")
-    found = archives.sha256_of(wheel)
+    found = downloads.sha256_of(wheel)
     with pytest.raises(OSError, match=rf"SHA-256 is {found}, needed is {tiny.carrier.sha256}"):
         zoo.text("tiny", quiet=True)
     assert not wheel.exists()

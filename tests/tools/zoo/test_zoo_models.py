@@ -12,7 +12,7 @@ import torch
 
 from sparge import Unsupported
 from sparge_tools import optional_libraries, zoo
-from sparge_tools.zoo import archives, model_files
+from sparge_tools.zoo import downloads, model_files
 from tiny_wheels import damaged, tiny_model, values
 
 pytest.importorskip("transformers")
@@ -46,7 +46,7 @@ def model(packages, monkeypatch):
     monkeypatch.setitem(zoo.MODELS, "tiny", model)
     model_files.downloads().mkdir(parents=True)
     shutil.copy(folder / model.carriers[0].file, model_files.downloads())
-    monkeypatch.setattr(archives, "download", refuse)
+    monkeypatch.setattr(downloads, "download", refuse)
     return model
 
 
@@ -77,7 +77,7 @@ def test_everything_is_there_and_nothing_is_left_over(fetched, packages):
     assert facts["files"] == {
         name: {
             "size": (fetched / name).stat().st_size,
-            "sha256": archives.sha256_of(fetched / name),
+            "sha256": downloads.sha256_of(fetched / name),
         }
         for name in names
     }

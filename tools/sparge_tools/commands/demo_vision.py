@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, names: tuple[str, ...]) -> list[Renders]:
 
 
 def show(document: dict[str, Any], sections: list[Renders], page: str) -> None:
-    from ..showcase.pictures_tables import cost, pairs_table, verdict
+    from ..showcase.pictures_page import cost, pairs_table, verdict
 
     screen = console()
     screen.print(

@@ -144,7 +144,7 @@ def frame_stems(i: int, pair: Pair) -> list[tuple[int, str]]:
 
 
 def show(document: dict[str, Any], renders: Renders, files: list[Path]) -> None:
-    from ..showcase.pictures_tables import cost, pairs_table, verdict
+    from ..showcase.pictures_page import cost, pairs_table, verdict
 
     screen = console()
     screen.print(

@@ -22,6 +22,7 @@ from sparge.cli.screen import console, deliver, progress, show_table
 
 from ..tuning.output_measure import KL, PERPLEXITY
 from ..tuning.output_target import TargetNotMet, check_target, steps_in_all, tune_output
+from ..tuning.scored_layers import attention_layers
 from .trace_command import LENGTH
 
 OUTPUT_INPUTS, HELD_OUT = 2, 3
@@ -103,9 +104,10 @@ def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
         inputs=OUTPUT_INPUTS if args.inputs is None else args.inputs,
         held_out=HELD_OUT if args.held_out is None else args.held_out,
     )
+    layers = attention_layers(model, args.layers)
 
     def tune() -> Profile:
-        with progress("tuning", steps_in_all(len(mine))) as step:
+        with progress("tuning", steps_in_all(len(layers), len(mine))) as step:
             return tune_output(
                 model,
                 [window.tokens for window in mine],

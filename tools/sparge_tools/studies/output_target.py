@@ -2,7 +2,8 @@
 
     python -m sparge_tools.studies.output_target
 
-Density at the same KL on held-out text, also with one mass per layer instead of one per head.
+Density at the same KL on held-out text, and what each part of the allocation is worth: one mass
+per layer instead of one per head, and every layer as sensitive as the others.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ from ..tuning.scored_layers import (
     levels_of_layers,
     score_layers,
 )
+from ..tuning.sensitivity import Sensitivity, layer_options, measure_sensitivity
 from ..tuning.tuning_windows import disjoint_windows
-from ..tuning.verify import Checked, Verifier, layer_options, scale_to_target
+from ..tuning.verify import Checked, Verifier, scale_to_target
 
 MASSES = (0.99, 0.98, 0.96, 0.94, 0.92, 0.9)
 NEEDED, AIM = 0.08, 0.20
 """How much lower the profile's density must be than that of one recipe at the same KL."""
-BY_HEAD, BY_LAYER = "profile", "one mass per layer"
+BY_HEAD, BY_LAYER, ALIKE = "profile", "one mass per layer", "every layer counts alike"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--max-kl", type=float, nargs="+", default=[0.005, 0.01], help="default: 0.005 0.01")
     add("--masses", type=float, nargs="+", default=MASSES, help="of one recipe for all layers")
     add("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
-    add("--parts", action="store_true", help="also with one mass per layer")
+    add("--parts", action="store_true", help="also without each part of the allocation")
     add("--state", metavar="FILE", help="results so far, to resume; as of sparge tune")
     add("--output", metavar="FILE", help="also write the JSON document to this file")
     add_json(parser)
@@ -129,22 +131,30 @@ def measure(
 ) -> list[Row]:
     layers = score_layers(tuned, inputs, state, say)
     levels = levels_of_layers(layers)
+    sensitivities = measure_sensitivity(tuned, inputs, layers, levels, state, say)
     by_mass = levels_of_layers(layers, even_levels)
-    ways: dict[str, Levels] = {BY_HEAD: levels, **({BY_LAYER: by_mass} if parts else {})}
+    ways: dict[str, tuple[Levels, Mapping[str, Sensitivity]]] = {BY_HEAD: (levels, sensitivities)}
+    if parts:
+        one = dict.fromkeys(layers, Sensitivity((0.0, 1.0), (0.0, 1.0)))
+        ways |= {BY_LAYER: (by_mass, sensitivities), ALIKE: (levels, one)}
     verifier, curve = Verifier(tuned, held_out, layers, by_mass, state, say), []
     for mass in masses:
         alike = {name: _option_of(by_mass[name], mass) for name in layers}
         curve.append(_row(f"mass {mass:g}", verifier.check(alike)))
     rows = list(curve)
-    for what, some_levels in ways.items():
-        options = layer_options(layers, some_levels)
-        verifier = Verifier(tuned, held_out, layers, some_levels, state, say)
+    for what, (each, sensitivity) in ways.items():
+        options = layer_options(layers, each, sensitivity)
+        verifier = Verifier(tuned, held_out, layers, each, state, say)
         for target in targets:
+            # Where every layer counts alike, the sum of changes has another scale than KL.
+            total = sum(one[-1].change for one in options.values())
+            first = target if what != ALIKE else min(0.002 * len(layers), total)
             found = scale_to_target(
                 options,
                 verifier.check,
                 lambda checked: float(checked.figures["kl"]),
                 target=target,
+                first=first,
             )
             if found is not None:
                 row = _row(f"{what}, KL {target:g}", found)

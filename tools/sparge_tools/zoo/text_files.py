@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sparge.support.atomic_files import replace_file
 
-from .archives import get_archive, need_space
 from .catalogue import ZooText
+from .downloads import get_archive, need_space
 from .model_files import downloads, locked, root
 
 # Modules that every Python since 3.10 has.

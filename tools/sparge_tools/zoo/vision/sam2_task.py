@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...optional_libraries import need_libraries
-from .sam2 import prepare_image
-from .sam2_decoder import Masks
+from .sam2 import Masks, prepare_image
 from .task import need_positive, relative_l2
 
 if TYPE_CHECKING:

@@ -1,0 +1,153 @@
+"""How far each layer's attention error moves the model's output, measured one layer at a time.
+
+For each input: a dense run, then each layer alone sparse at a few levels, the blocks before it
+skipped. Every result goes to the state as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparge import accelerate
+
+from .allocate import Option
+from .layer_levels import Level
+from .model_tracer import Inputs, inputs_digest
+from .output_state import OutputState
+from .prefix import Prefix
+from .scored_layers import Levels, ScoredLayer, TunedModel
+
+ANCHORS = (0.0, 0.1, 0.35)
+"""Errors of a layer's attention at which the model's output is measured; the change between them
+is taken as proportional to the squared error. At 0 everything is kept: that is the precision."""
+INPUTS = 1
+"""Inputs on which it is measured. One text has thousands of positions, and an allocation depends
+little on an error of some per cent in the sensitivities; the scores are of all inputs."""
+SAME = 1e-9
+"""Changes below this are those of no change at all."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The change of the model's output at some errors of one layer, ascending from 0."""
+
+    errors: tuple[float, ...]
+    changes: tuple[float, ...]
+
+    def change_at(self, error: float) -> float:
+        """Beyond what everything kept changes; linear in the squared error."""
+        x = [e * e for e in self.errors]
+        y = [max(change - self.changes[0], 0.0) for change in self.changes]
+        for i in range(1, len(y)):
+            y[i] = max(y[i], y[i - 1])
+        at, last = error * error, len(x) - 1
+        for i in range(1, len(x)):
+            if at <= x[i] or i == last:
+                low, rise = y[i - 1], (y[i] - y[i - 1]) / (x[i] - x[i - 1])
+                return low + rise * (at - x[i - 1])
+        return 0.0
+
+
+def anchor_levels(levels: Sequence[Level]) -> list[Level]:
+    """The levels that are measured: everything kept, and those nearest to the other anchors."""
+    chosen, wrong = [levels[0]], [level for level in levels if level.error > 0.0]
+    for anchor in ANCHORS[1:]:
+        near = min(wrong, key=lambda each: abs(math.log(each.error / anchor)), default=None)
+        if near is not None and near.error > chosen[-1].error:
+            chosen.append(near)
+    return chosen
+
+
+def measure_sensitivity(
+    tuned: TunedModel,
+    inputs: Sequence[Inputs],
+    layers: Mapping[str, ScoredLayer],
+    levels: Levels,
+    state: OutputState,
+    step: Callable[[str], None],
+) -> dict[str, Sensitivity]:
+    """Every layer alone at its anchor levels, averaged over the first of the inputs."""
+    inputs = inputs[:INPUTS]
+    anchors = {name: anchor_levels(each) for name, each in levels.items()}
+    prefix = Prefix(tuned.model, tuned.names)
+    sums: dict[str, list[float]] = {name: [0.0] * len(each) for name, each in anchors.items()}
+    for given in inputs:
+        digest, dense = inputs_digest(given)[:12], None
+        for name, few in anchors.items():
+            for i, level in enumerate(few):
+                key = f"change {digest} {name} {level.error:.6f}"
+                change = state.get(key)
+                if change is None:
+                    if dense is None:
+                        dense = _dense_run(tuned, prefix, given)
+                    change = _change_of(tuned, prefix, given, dense, name, layers[name], level)
+                    change = state.put(key, change)
+                sums[name][i] += change / len(inputs)
+            step(f"measured {name} on input {digest}")
+        prefix.forget()
+    return {
+        name: Sensitivity(tuple(level.error for level in each), tuple(sums[name]))
+        for name, each in anchors.items()
+    }
+
+
+def _dense_run(tuned: TunedModel, prefix: Prefix, given: Inputs) -> Any:
+    """The dense output; the outputs of the blocks too, if the model can go on from them."""
+    with prefix.recording():
+        dense = tuned.measure.run(given)
+    last = max(prefix.block_of, key=prefix.block_of.__getitem__, default=None)
+    if last is not None:
+        try:
+            with prefix.before(last):
+                again = tuned.measure.change(dense, tuned.measure.run(given), given)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+            again = math.inf  # a block that needs more of those before it than their output
+        if not again < SAME:
+            prefix.block_of = {}
+    return dense
+
+
+def _change_of(
+    tuned: TunedModel,
+    prefix: Prefix,
+    given: Inputs,
+    dense: Any,
+    name: str,
+    layer: ScoredLayer,
+    level: Level,
+) -> float:
+    settings = tuned.settings(level.masses, is_causal=layer.is_causal)
+    recipe = settings.recipe_with(settings.heads)
+    with (
+        accelerate(tuned.model, recipe, layers=lambda each: each == name, backend=layer.backend),
+        prefix.before(name),
+    ):
+        change = tuned.measure.change(dense, tuned.measure.run(given), given)
+    if not math.isfinite(change):
+        raise ValueError(f"the output must be finite to be compared; with {name} sparse it is not")
+    return change
+
+
+def layer_options(
+    layers: Mapping[str, ScoredLayer],
+    levels: Levels,
+    sensitivities: Mapping[str, Sensitivity],
+) -> dict[str, list[Option]]:
+    """The options of every layer: its own dense attention, then its levels.
+
+    The precision's change counts in a layer that is not dense, beyond the least that any layer
+    shows: rounding in the layers behind moves the output by that much once, however many change.
+    """
+    rounding = min((each.changes[0] for each in sensitivities.values()), default=0.0)
+    options = {}
+    for name, layer in layers.items():
+        allowed, of = sum(layer.curves.allowed), sensitivities[name]
+        fixed = max(of.changes[0] - rounding, 0.0)
+        options[name] = [Option(allowed, 0.0)] + [
+            Option(level.density * allowed, fixed + of.change_at(level.error))
+            for level in levels[name]
+        ]
+    return options
