@@ -34,10 +34,12 @@ demo: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.demo)
 
 # The workers share the cores, one thread each; tests of threads set their own number.
 # Then Triton's kernels, as far as they can be tested without a GPU: in the interpreter, on the backend's tests but
-# for what tests/support/interpreted.py leaves out, and compiled ahead of time for every architecture. Neither may hang.
+# for what tests/support/interpreted.py leaves out, and compiled ahead of time for every architecture. Neither may hang:
+# a test that takes more than 300 s ends the interpreted run with its traceback, however slow the machine is.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-report=term --cov-fail-under=95
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 timeout 1200 $(BIN)/python -m pytest -n auto -q
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -q \
+	  -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 	timeout 900 $(BIN)/sparge bench --static
 
 # The site, in site/. Strict: a broken link or reference fails. Nothing is fetched while it builds.
