@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-STAGES = ("prepare", "predict", "select", "attend", "backward")
+STAGES = ("prepare_keys", "prepare_queries", "predict", "select", "attend", "backward")
 CODE = """
 from typing import Any
 import torch

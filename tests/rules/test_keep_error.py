@@ -236,7 +236,7 @@ def test_the_budget_holds_on_adversarial_inputs(family):
         for one in run_case(case, (0.02, 0.1), Recipe(KeepError(0.1)), backend="cpu"):
             assert not one.is_over
             assert not one.rising
-            assert one.told <= one.bound
+            assert one.reported <= one.bound
 
 
 def with_outlier(L=900):

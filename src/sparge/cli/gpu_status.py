@@ -131,10 +131,9 @@ def _first_launch_lines(needs: list[dict[str, Any]]) -> dict[str, str]:
 def _launch_text(launch: dict[str, Any] | str) -> str:
     if isinstance(launch, str):
         return f"none: {launch}"
-    branch = "branches around skipped blocks" if launch["branch"] else "zeroes skipped blocks"
     return (
         f"{launch['block_m']} queries per program, {launch['num_warps']} warps, "
-        f"{launch['num_stages']} stages, {branch}; fp8 {launch['fp8'] or 'none'}; "
+        f"{launch['num_stages']} stages; fp8 {launch['fp8'] or 'none'}; "
         f"{launch['shared'] // 1024} KB of shared memory; {launch['source']}"
     )
 

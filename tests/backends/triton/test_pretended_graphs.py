@@ -15,7 +15,7 @@ pytestmark = [
     ),
 ]
 MODELS = ("block", "llama")
-OURS = ["sum_keys", "mean_keys", "prepare_queries", "prepare_keys"]
+OURS = ["sum_keys", "mean_keys", "prepare_keys", "prepare_queries"]
 
 
 @pytest.fixture(scope="module")

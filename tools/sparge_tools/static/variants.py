@@ -94,7 +94,8 @@ def assumed(target: str) -> Iterator[None]:
 
 def launches_of(variant: Variant, target: str) -> dict[str, list[Launch]]:
     """The launches of one call by stage; nothing is run."""
-    from sparge.backends.triton import stages
+    from sparge.backends.triton import TRITON_BACKEND, stages
+    from sparge.values.backend import with_kinds
     from sparge.values.stages import Prepared
 
     inputs = variant.inputs()
@@ -115,6 +116,9 @@ def launches_of(variant: Variant, target: str) -> dict[str, list[Launch]]:
         keys = run("prepare_keys", inputs.key, inputs.value, **whole)
         queries = run("prepare_queries", inputs.query, mean=keys.mean, **whole)
         prepared = Prepared(queries, keys)
+        with watch_launches(run=False) as launches:
+            tokens = with_kinds(TRITON_BACKEND, tokens)
+        made["prepare"] += launches
         mass = run("predict", prepared, tokens) if call.predicts else None
         plan = run("select", prepared, mass, tokens)
         run("attend", prepared, plan, tokens)

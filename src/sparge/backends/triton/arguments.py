@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.device_constants import constant
-from ...values.blockplan import BlockPlan
+from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import Call, half_dtype
 from ...values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
 from ...values.recipe import PerHeadOrOff, heads_of
@@ -36,6 +36,7 @@ from .primitives import (
     Types,
     ValueTypes,
 )
+from .select_kernel import SelectedLists
 
 LOG2E = math.log2(math.e)
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -273,6 +274,24 @@ def classify_blocks(tokens: TokenMask) -> Tensor:
         MASK=mask_kind(tokens),
     )
     return kinds
+
+
+@dataclass(frozen=True, eq=False)
+class PooledPlan(BlockPlan):
+    """A plan that `attend` of the same call reads. pools: of each block, whether it is skipped and
+    open, so that its pooled entries are attended, uint8 `[B, Hq, n_q, n_k]`."""
+
+    pools: Tensor | None = None
+
+
+def plan_of(
+    lists: SelectedLists, tokens: TokenMask, *, measured: Tensor | None = None
+) -> BlockPlan:
+    plan = plan_from_lists(lists.counts, lists.indices, lists.allowed, tokens, measured=measured)
+    if lists.pools is None:
+        return plan
+    own = {field.name: getattr(plan, field.name) for field in fields(plan) if field.init}
+    return PooledPlan(**own, pools=lists.pools).trust()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from .arguments import (
     LOG2E,
     Lists,
     Packed,
+    PooledPlan,
     architecture,
     hides,
     lists_of,
@@ -45,7 +46,6 @@ from .operands import (
     value_rows,
 )
 from .primitives import Rows, Strides, ValueTypes
-from .select import PooledPlan
 
 EVERY_HEAD, NOT_RAISED, RAISED = 0, 1, 2
 """Key heads that a launch attends, by the flags of those that an error budget raised."""

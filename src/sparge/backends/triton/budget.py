@@ -24,13 +24,13 @@ from .arguments import (
     kinds_under,
     mask_kind,
     mask_of,
+    plan_of,
     types_of,
     within,
 )
 from .launch import launch
-from .operands import QueriesOnDevice, key_rows, pooled_entries, query_rows, value_rows
+from .operands import QueriesOnDevice, empty_lists, key_rows, pooled_entries, query_rows, value_rows
 from .primitives import BatchSizes, PooledEntries
-from .select import empty_lists, plan_of
 from .select_kernel import SelectedLists
 
 STEPS_AT_ONCE = 32

@@ -27,6 +27,7 @@ from .arguments import (
     held_in,
     most_of,
     rotated,
+    sizes_of,
     tl_type,
     types_of,
     unit_rows,
@@ -36,6 +37,7 @@ from .arguments import (
 from .launch import DoesNotFit, launch
 from .prepare_kernel import PreparedBlocks, PreparedRows
 from .primitives import PooledEntries, Rows, Strides, Types, ValueTypes
+from .select_kernel import SelectedLists
 
 _OPTIONS = {"num_warps": 8, "num_stages": 2}
 _MANY_WARPS = {"num_warps": 16, "num_stages": 1}
@@ -390,3 +392,15 @@ def padded(x: Tensor, rows: int, channels: int) -> Tensor:
     made = x.new_zeros((B, H, rows, channels))
     made[:, :, : x.shape[2], : x.shape[3]] = x
     return made
+
+
+def empty_lists(call: Call, prepared: Prepared) -> SelectedLists:
+    """To be written; pools only where there are pooled entries to attend."""
+    sizes = sizes_of(call, packed_of(prepared))
+    device = prepared.queries.rows.device
+    counts = torch.empty((call.B, call.Hq, sizes.n_q), dtype=torch.int32, device=device)
+    indices = counts.new_empty((*counts.shape, sizes.n_k))
+    pools = None
+    if prepared.keys.entries is not None:
+        pools = counts.new_empty(indices.shape, dtype=torch.uint8)
+    return SelectedLists(counts, indices, torch.empty_like(counts), pools)
