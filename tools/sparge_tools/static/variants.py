@@ -113,12 +113,12 @@ def launches_of(variant: Variant, target: str) -> dict[str, list[Launch]]:
         if variant.packed:
             return _launches_of_pack(call, inputs)
         whole = {"to_plan": True, "to_attend": True}
+        with watch_launches(run=False) as launches:
+            tokens = with_kinds(TRITON_BACKEND, tokens)
+        made["prepare"] = list(launches)
         keys = run("prepare_keys", inputs.key, inputs.value, **whole)
         queries = run("prepare_queries", inputs.query, mean=keys.mean, **whole)
         prepared = Prepared(queries, keys)
-        with watch_launches(run=False) as launches:
-            tokens = with_kinds(TRITON_BACKEND, tokens)
-        made["prepare"] += launches
         mass = run("predict", prepared, tokens) if call.predicts else None
         plan = run("select", prepared, mass, tokens)
         run("attend", prepared, plan, tokens)
