@@ -13,15 +13,18 @@ from calls import FIXED
 from sparge import KeepAll, KeepFraction, KeepMass, Recipe
 from sparge.serving.vllm import WorkerExtension, report
 from sparge.serving.vllm.batch import Request, Rows, Step, make_pack
-from sparge.serving.vllm.refusals import (
+from sparge.serving.vllm.routing import (
     DECODE,
     FEW_QUERIES,
     PREDICTED_DENSE,
     PREDICTED_OWN,
+    OwnCost,
+    Shape,
+    chosen_backend,
     why_layer_not_served,
+    why_not,
     why_step_not_served,
 )
-from sparge.serving.vllm.routing import OwnCost, Shape, chosen_backend, why_not
 from sparge.serving.vllm.worker import ServedLayer
 from sparge.synthetic import structured_qkv
 from sparge.values.backend import UnitCosts

@@ -13,17 +13,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparge import KeepAll, Recipe
 from sparge.serving.vllm import WorkerExtension
 from sparge.serving.vllm.batch import Step
-from sparge.serving.vllm.refusals import (
+from sparge.serving.vllm.routing import (
     FEW_QUERIES,
     FOREIGN_STEP,
     OTHER_KEYS,
     PAUSED,
     UNBOUND,
     UNKNOWN_LAYOUT,
+    Shape,
 )
-from sparge.serving.vllm.routing import Shape
-from sparge.serving.vllm.step_attention import STEP, ServingBuilder, ServingImpl
-from sparge.serving.vllm.worker import WORKER, ServedLayer, Worker
+from sparge.serving.vllm.worker import (
+    STEP,
+    WORKER,
+    ServedLayer,
+    ServingBuilder,
+    ServingImpl,
+    Worker,
+)
 
 Hq, Hk, D = 4, 2, 32
 EXACT = Recipe(KeepAll(), precision="exact")

@@ -24,10 +24,8 @@ from ..values.geometry import BLOCK_Q, sampled_rows
 from ..values.qtensor import QTensor
 from ..values.stages import KeySums, Prepared, PreparedKeys, PreparedQueries
 from ..values.tokenmask import TokenMask
-from .exchange import Exchange
-from .layout import Held, Layout, places
-from .messages import Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
-from .reshard import pieces_of, place_rows
+from .exchange import Exchange, Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
+from .layout import Held, Layout, pieces_of, place_rows, places
 
 
 @dataclass(frozen=True)

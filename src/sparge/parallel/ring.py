@@ -24,7 +24,7 @@ from ..api.attention import PackedOptions
 from ..engine.check import check_call
 from ..engine.execute import without_grad_and_autocast
 from ..engine.recording import note, recording
-from ..routing import Choice, choose, current_router, get_backend
+from ..routing import Choice, choose, current_router, get_backend, host
 from ..routing.choice import keep_everything
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO, DENSE, Backend
@@ -32,15 +32,11 @@ from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs
 from ..values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset
 from ..values.recipe import Recipe
-from ..values.run import Run
-from .agree import agree
-from .exchange import Exchange
+from ..values.run import RingReport, RingShare, Run
+from .exchange import Exchange, agree
 from .global_plan import make_global_plan
-from .layout import LAYOUTS, Held, Layout, Piece, layout_of, q_blocks_of, zigzag
-from .reshard import reshard
-from .ring_report import gather_report, run_of_ring
-from .rounds import Rounds, piece_tokens
-from .shipment import bytes_of_dense_ring
+from .layout import LAYOUTS, Held, Layout, Piece, layout_of, q_blocks_of, reshard, zigzag
+from .rounds import Rounds, Tally, bytes_of_dense_ring, piece_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -336,3 +332,60 @@ class _Work:
             run = run_of_ring(*facts, report, plan.measured)
             note(run)
         return out, lse, run
+
+
+PURPOSES = ("agree", "move", "plan", "blocks")
+
+
+def gather_report(
+    exchange: Exchange, tally: Tally, seconds: dict[str, float], dense_bytes: int
+) -> RingReport:
+    """The shares of all ranks, on every rank."""
+    sent = [exchange.sent[name] for name in PURPOSES]
+    numbers = [tally.kept, tally.allowed, seconds["attend"], exchange.waited, *sent]
+    message = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(exchange.device)
+    found = enumerate(exchange.gather("report", message))
+    return RingReport(tuple(_share(rank, numbers) for rank, numbers in found), dense_bytes)
+
+
+def _share(rank: int, message: Tensor) -> RingShare:
+    kept, allowed, seconds, waited, *sent = message.cpu().clone().view(torch.float64).tolist()
+    by_purpose = dict(zip(PURPOSES, map(int, sent), strict=True))
+    return RingShare(rank, int(kept), int(allowed), by_purpose, seconds, waited)
+
+
+def run_of_ring(
+    call: Call,
+    choice: Choice,
+    backend: Backend,
+    tally: Tally,
+    seconds: dict[str, float],
+    report: RingReport,
+    measured: Tensor | None,
+) -> Run:
+    """This rank's run. measured: what an error budget found, `[3, B, Hq]`."""
+    errors, bounds = (None, None) if measured is None else measured[:2].amax(1).tolist()
+    return Run(
+        what="ring_attention",
+        call=f"{len(report.shares)} ranks, {call}",
+        label=call.label,
+        backend=choice.backend,
+        isa=backend.isa(host(*call.where), call),
+        reason=choice.reason,
+        routed_to_dense=choice.routed_to_dense,
+        rejected=dict(choice.rejected),
+        recipe=call.recipe,
+        sparsity=tally.skipped / max(tally.allowed, 1),
+        kept=tally.kept,
+        allowed=tally.allowed,
+        pv_skips=tally.pv_skips,
+        pv_groups=tally.pv_groups,
+        row_group=backend.row_group,
+        kept_by_head=tally.of_heads("kept"),
+        allowed_by_head=tally.of_heads("allowed"),
+        pv_skips_by_head=tally.of_heads("pv_skips"),
+        error_by_head=None if errors is None else tuple(errors),
+        bound_by_head=None if bounds is None else tuple(bounds),
+        seconds={**seconds, "total": sum(seconds.values())},
+        ring=report,
+    )

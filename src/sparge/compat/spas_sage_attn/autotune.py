@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from ...support.tools_package import INSTALL, TUNER, find_tool
 from ...values.recipe import KeepAll, Recipe
-from ._recipes import check_flag, precision_of, refuse
-from ._saved import (
+from ._recipes import (
     FIELDS,
     READ,
     Values,
+    check_flag,
     check_saved,
     check_values,
+    precision_of,
     read_values,
     recipe_of_values,
+    refuse,
     safest,
     values_of_recipe,
 )

@@ -22,8 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from .batch import Request
 from .cache_layout import CacheLayout, find_cache_layout
 from .routing import OwnCost, Shape
-from .step_attention import ServingBuilder, ServingImpl
-from .worker import bind_layers
+from .worker import ServingBuilder, ServingImpl, bind_layers
 
 TRIAL, TURNS = 1024, 3
 """Tokens of the prompt that vLLM's attention is measured with, and how often; the least counts."""

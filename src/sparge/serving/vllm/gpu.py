@@ -22,8 +22,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from .batch import Request
-from .step_attention import ServingBuilder, ServingImpl
-from .worker import bind_layers
+from .worker import ServingBuilder, ServingImpl, bind_layers
 
 
 class SpargeImpl(ServingImpl, TritonAttentionImpl):
