@@ -47,41 +47,23 @@ class Blackboard:
             self._store = dist.distributed_c10d._get_process_group_store(group)
         self._key = f"sparge/ring/{call}"
 
-    def leave(self, rank: int, word: dict[str, Any]) -> None:
+    def leave(self, rank: int, failed: int, reason: str) -> None:
+        """Rank `rank` says that the rank `failed` did."""
         with suppress(Exception):  # the store may have died with its host
-            self._store.set(f"{self._key}/{rank}", json.dumps(word))
+            self._store.set(f"{self._key}/{rank}", json.dumps([failed, reason]))
 
-    def read(self, rank: int) -> dict[str, Any] | None:
-        """The error of a rank, waiting `GRACE` seconds for it; None if there is none."""
+    def read(self, rank: int) -> tuple[int, str] | None:
+        """What a rank said, waiting `GRACE` seconds for it; None if it says nothing."""
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
             try:
                 if self._store.check([key := f"{self._key}/{rank}"]):
-                    found: dict[str, Any] = json.loads(self._store.get(key))
-                    return found
+                    failed, reason = json.loads(self._store.get(key))
+                    return failed, reason
             except Exception:
                 return None
             time.sleep(0.05)
         return None
-
-
-def blame(
-    board: Blackboard, own: int, peer: int, what: str, waited: float, error: BaseException
-) -> RankError:
-    """The error of rank `own`, whose exchange with `peer` failed: names the rank that began it."""
-    word = board.read(peer)
-    if word is None:
-        reason = f"it does not answer ({_first_line(error)})"
-        rank = peer
-    else:
-        rank, reason = int(word["rank"]), str(word["reason"])
-    through = "" if rank == peer else f", as rank {peer} says"
-    message = (
-        f"ring_attention: rank {rank} failed: {reason}{through}. Rank {own} was {what} rank {peer} "
-        f"for {waited:.1f} s; the group cannot be used any more"
-    )
-    board.leave(own, {"rank": rank, "reason": reason})
-    return RankError(message, rank, reason)
 
 
 def close_connections(group: Any, peers: list[int]) -> None:
@@ -245,6 +227,22 @@ class Exchange:
         pending.finish()
         return found
 
+    def swap_tensors(
+        self,
+        purpose: str,
+        send: Mapping[int, Sequence[Tensor]],
+        receive: Mapping[int, Sequence[Spec]],
+    ) -> dict[int, Iterator[Tensor]]:
+        """`swap` with a message of several tensors for each rank; those that came are views."""
+        messages = {to: to_bytes(tensors, self.device) for to, tensors in send.items()}
+        found = self.swap(purpose, messages, {of: size_of(receive[of]) for of in receive})
+        return {of: iter(from_bytes(found[of], specs)) for of, specs in receive.items()}
+
+    def gather_numbers(self, purpose: str, numbers: Tensor) -> list[list[Any]]:
+        """The numbers of all ranks, which have as many."""
+        found = self.gather(purpose, numbers.view(torch.uint8).to(self.device))
+        return [message.cpu().clone().view(numbers.dtype).tolist() for message in found]
+
     def gather(
         self, purpose: str, message: Tensor, sizes: Sequence[int] | None = None
     ) -> list[Tensor]:
@@ -264,12 +262,21 @@ class Exchange:
 
     @contextmanager
     def _blaming(self, rank: int, what: str) -> Iterator[None]:
+        """An exchange with a rank: if it fails, the error names the rank that failed first."""
         start = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            raise blame(
-                self.board, self.rank, rank, what, time.monotonic() - start, error
+            waited = time.monotonic() - start
+            said = self.board.read(rank)
+            failed, reason = said or (rank, f"it does not answer ({_first_line(error)})")
+            through = "" if failed == rank else f", as rank {rank} says"
+            self.board.leave(self.rank, failed, reason)
+            raise RankError(
+                f"ring_attention: rank {failed} failed: {reason}{through}. Rank {self.rank} was "
+                f"{what} rank {rank} for {waited:.1f} s; the group cannot be used any more",
+                failed,
+                reason,
             ) from error
 
     @contextmanager
@@ -279,8 +286,7 @@ class Exchange:
             yield
         except BaseException as error:
             if not isinstance(error, RankError):
-                reason = f"{type(error).__name__}: {error}"
-                self.board.leave(self.rank, {"rank": self.rank, "reason": reason})
+                self.board.leave(self.rank, self.rank, f"{type(error).__name__}: {error}")
             if self.peers:
                 close_connections(self.group, self.peers)
             raise
@@ -296,13 +302,11 @@ def agree(exchange: Exchange, facts: dict[str, Any], own: list[int]) -> list[lis
     A rank whose call was refused gives the reason as the fact `refused`, and the others say so.
     """
     text = json.dumps(facts, sort_keys=True).encode()
-    digest = hashlib.sha256(text).digest()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.int64)
     numbers = torch.tensor([*own, *[0] * (_N_FACTS - 1 - len(own)), len(text)], dtype=torch.int64)
-    header = torch.cat([torch.tensor(list(digest), dtype=torch.uint8), numbers.view(torch.uint8)])
-    header = header.to(exchange.device)
-    heads = exchange.gather("agree", header)
-    digests = [bytes(head[:32].tolist()) for head in heads]
-    numbers_of = [head[32:].cpu().clone().view(torch.int64).tolist() for head in heads]
+    heads = exchange.gather_numbers("agree", torch.cat([digest, numbers]))
+    digests = [tuple(head[:-_N_FACTS]) for head in heads]
+    numbers_of = [head[-_N_FACTS:] for head in heads]
     if len(set(digests)) > 1 or "refused" in facts:
         body = torch.tensor(list(text), dtype=torch.uint8, device=exchange.device)
         bodies = exchange.gather("agree", body, [found[-1] for found in numbers_of])
@@ -311,7 +315,7 @@ def agree(exchange: Exchange, facts: dict[str, Any], own: list[int]) -> list[lis
     return [found[: len(own)] for found in numbers_of]
 
 
-def _disagreement(said: list[dict[str, Any]], digests: list[bytes]) -> str:
+def _disagreement(said: list[dict[str, Any]], digests: list[tuple[int, ...]]) -> str:
     refused = {rank: facts["refused"] for rank, facts in enumerate(said) if "refused" in facts}
     if refused:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in refused.items())

@@ -140,21 +140,24 @@ def reshard(
     rank, ranks = exchange.rank, range(exchange.world)
     sending = {to: _shared(old.of(rank), new.of(to)) for to in ranks}
     coming = {of: _shared(old.of(of), new.of(rank)) for of in ranks}
-    device = exchange.device
-    messages = {
-        to: to_bytes([_rows(x, old.of(rank), part) for x in tensors for part in parts], device)
+    sends = {
+        to: [_rows(x, old.of(rank), part) for x in tensors for part in parts]
         for to, parts in sending.items()
     }
     specs = {
-        of: [_spec(x, len(part)) for x in tensors for part in parts] for of, parts in coming.items()
+        of: [
+            Spec((*x.shape[:2], len(part), *x.shape[3:]), x.dtype)
+            for x in tensors
+            for part in parts
+        ]
+        for of, parts in coming.items()
     }
-    found = exchange.swap(purpose, messages, {of: size_of(specs[of]) for of in ranks})
+    found = exchange.swap_tensors(purpose, sends, specs)
     out = [x.new_empty((*x.shape[:2], new.length(rank), *x.shape[3:])) for x in tensors]
     for of, parts in coming.items():
-        received = iter(from_bytes(found[of], specs[of]))
         for whole in out:
             for part in parts:
-                _rows(whole, new.of(rank), part).copy_(next(received))
+                _rows(whole, new.of(rank), part).copy_(next(found[of]))
     return out
 
 
@@ -180,10 +183,6 @@ def place_rows(whole: Tensor, layout: Layout, rank: int, rows: Tensor, *, dim: i
     for piece in layout.of(rank):
         whole.narrow(dim, piece.start, len(piece)).copy_(rows.narrow(dim, at, len(piece)))
         at += len(piece)
-
-
-def _spec(x: Tensor, length: int) -> Spec:
-    return Spec((*x.shape[:2], length, *x.shape[3:]), x.dtype)
 
 
 def pieces_of(x: Tensor, layout: Layout, rank: int) -> list[Tensor]:
@@ -212,9 +211,8 @@ def unshard(x: Tensor, *, layout: str = "contiguous", group: Any = None, dim: in
     exchange = Exchange(group, x.device)
     rows = x.movedim(dim, 0).contiguous()
     with exchange.guarded():
-        length = torch.tensor([rows.shape[0]]).view(torch.uint8).to(x.device)
-        found = exchange.gather("agree", length)
-        lengths = [int(x.cpu().clone().view(torch.int64)) for x in found]
+        found = exchange.gather_numbers("agree", torch.tensor([rows.shape[0]]))
+        lengths = [length for (length,) in found]
         specs = [Spec((length, *rows.shape[1:]), x.dtype) for length in lengths]
         sizes = [size_of([spec]) for spec in specs]
         parts = exchange.gather("move", to_bytes([rows], x.device), sizes)

@@ -290,9 +290,6 @@ class Tally:
         for name, counts in counted.items():
             self.by_head[name] = counts.sum((0, 2)) + self.by_head.get(name, 0)
 
-    def of_heads(self, name: str) -> tuple[int, ...]:
-        return tuple(self.by_head[name].tolist()) if name in self.by_head else ()
-
 
 class Rounds:
     """The rounds of one rank."""
