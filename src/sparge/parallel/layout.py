@@ -34,6 +34,10 @@ class Piece:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def blocks(self, block: int) -> range:
+        """The blocks of the sequence that it covers."""
+        return range(self.start // block, n_blocks(self.stop, block))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -112,19 +116,11 @@ class Held:
 
     def q_blocks(self, rank: int) -> list[int]:
         """The query blocks that a rank has, ascending."""
-        return [i for piece in self.q_layout.of(rank) for i in q_blocks_of(piece)]
+        return [i for piece in self.q_layout.of(rank) for i in piece.blocks(BLOCK_Q)]
 
     def k_blocks(self, rank: int) -> list[int]:
         """The key blocks that a rank has, ascending."""
-        return [i for piece in self.k_layout.of(rank) for i in k_blocks_of(piece)]
-
-
-def q_blocks_of(piece: Piece) -> range:
-    return range(piece.start // BLOCK_Q, n_blocks(piece.stop, BLOCK_Q))
-
-
-def k_blocks_of(piece: Piece) -> range:
-    return range(piece.start // BLOCK_K, n_blocks(piece.stop, BLOCK_K))
+        return [i for piece in self.k_layout.of(rank) for i in piece.blocks(BLOCK_K)]
 
 
 def places(blocks: Sequence[int], device: torch.device) -> Tensor:

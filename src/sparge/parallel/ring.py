@@ -35,7 +35,7 @@ from ..values.recipe import Recipe
 from ..values.run import RingReport, RingShare, Run
 from .exchange import Exchange, agree
 from .global_plan import make_global_plan
-from .layout import LAYOUTS, Held, Layout, Piece, layout_of, q_blocks_of, reshard, zigzag
+from .layout import LAYOUTS, Held, Layout, Piece, layout_of, reshard, zigzag
 from .rounds import Rounds, Tally, bytes_of_dense_ring, piece_tokens
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def ring_plan(
         plan = make_global_plan(work.exchange, held, work.backend)
         found, at = [], 0
         for piece in held.q_layout.of(work.exchange.rank):
-            n = len(q_blocks_of(piece))
+            n = len(piece.blocks(BLOCK_Q))
             tokens = piece_tokens(held.call, piece, Piece(0, held.call.Lk, 0))
             kept = plan.kept[:, :, at : at + n]
             made = plan_from_mask(kept, tokens, measured=plan.measured)

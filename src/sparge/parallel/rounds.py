@@ -21,13 +21,13 @@ from ..engine.attend_heads import attend_heads
 from ..values.backend import Backend
 from ..values.blockplan import BlockPlan, plan_from_mask, raised_heads
 from ..values.call import Call, half_dtype, work_dtype
-from ..values.geometry import BLOCK_K, n_blocks
+from ..values.geometry import BLOCK_K, BLOCK_Q, n_blocks
 from ..values.qtensor import Pooled, QTensor, finite_rows, group_means, working
 from ..values.stages import Prepared, PreparedKeys, PreparedQueries, Stages
 from ..values.tokenmask import TokenMask
 from .exchange import Exchange, Pending, Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
 from .global_plan import GlobalPlan
-from .layout import Held, Piece, k_blocks_of, pieces_of, places, q_blocks_of
+from .layout import Held, Piece, pieces_of, places
 
 
 @dataclass(frozen=True)
@@ -48,42 +48,6 @@ class Cargo:
         return padded.unflatten(2, (n, BLOCK_K)).all(-1)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """What a tensor of keys, values or their means is made of. tail: dimensions behind the rows.
-    rows_per_scale: 0 for what is not coded."""
-
-    dtype: torch.dtype
-    tail: tuple[int, ...]
-    rows_per_scale: int = 0
-    per_channel: bool = False
-
-    def tensors(self, x: Tensor | QTensor) -> list[tuple[Tensor, int]]:
-        """Its tensors, each with the rows of a key block that one of its rows stands for."""
-        return [(x.codes, 1), (x.scale, x.rows_per_scale)] if isinstance(x, QTensor) else [(x, 1)]
-
-    def specs(self, rows: tuple[int, int, int]) -> list[tuple[Spec, int]]:
-        B, H, n = rows
-        found = [(Spec((B, H, n, *self.tail), self.dtype), 1)]
-        if self.rows_per_scale:
-            tail = self.tail if self.per_channel else ()
-            scales = (B, H, n_blocks(n, self.rows_per_scale), *tail)
-            found.append((Spec(scales, torch.float32), self.rows_per_scale))
-        return found
-
-    def build(self, tensors: Sequence[Tensor]) -> Tensor | QTensor:
-        if not self.rows_per_scale:
-            return tensors[0].contiguous()
-        codes, scale = (x.contiguous() for x in tensors)
-        return QTensor(codes, scale, self.rows_per_scale, self.per_channel)
-
-
-def _form_of(x: Tensor | QTensor) -> _Form:
-    if isinstance(x, QTensor):
-        return _Form(x.codes.dtype, tuple(x.shape[3:]), x.rows_per_scale, x.per_channel)
-    return _Form(x.dtype, tuple(x.shape[3:]))
-
-
 class Shipment:
     """How the keys of one call travel. call: of the whole sequence."""
 
@@ -97,10 +61,9 @@ class Shipment:
         ]
         # The forms follow from backend and recipe; an empty piece shows them to every rank.
         sample = self.load(nothing[0], nothing[1])
-        self._forms = [_form_of(sample.key), _form_of(sample.value)]
-        self._pooled_forms: list[_Form] = []
-        if sample.pooled is not None:
-            self._pooled_forms = [_form_of(sample.pooled.key), _form_of(sample.pooled.value)]
+        self._forms = [sample.key, sample.value]
+        pooled = sample.pooled
+        self._pooled_forms = [] if pooled is None else [pooled.key, pooled.value]
 
     def load(self, key: Tensor, value: Tensor) -> Cargo:
         """A piece of keys and values, ready to travel or to be attended here."""
@@ -127,39 +90,30 @@ class Shipment:
     def pack(self, cargo: Cargo, wanted: Tensor, knows: Sequence[int]) -> Tensor:
         """The bytes of the wanted key blocks, bool `[B, Hk, n]`, and of what all need. knows: heads
         whose keys the receiver has, and needs the values of alone."""
-        parts = zip(self._forms, (cargo.key, cargo.value), _blocks_sent(wanted, knows), strict=True)
-        tensors = [
-            _in_blocks(x, per)[which]
-            for form, part, which in parts
-            for x, per in form.tensors(part)
-        ]
-        tensors += self._shared(cargo)
+        parts = zip((cargo.key, cargo.value), _blocks_sent(wanted, knows), strict=True)
+        tensors = [_in_blocks(x, per)[which] for part, which in parts for x, per in _tensors(part)]
+        if cargo.pooled is not None:
+            pooled = (cargo.pooled.key, cargo.pooled.value)
+            tensors += [x for part in pooled for x, _ in _tensors(part)]
+        if cargo.largest is not None:
+            tensors.append(cargo.largest)
         return to_bytes(tensors, wanted.device)
-
-    def _shared(self, cargo: Cargo) -> list[Tensor]:
-        if cargo.pooled is None:
-            return []
-        parts = [cargo.pooled.key, cargo.pooled.value]
-        pairs = zip(self._pooled_forms, parts, strict=True)
-        shared = [x for form, part in pairs for x, _ in form.tensors(part)]
-        return shared if cargo.largest is None else [*shared, cargo.largest]
 
     def n_bytes(self, wanted: Tensor, knows: Sequence[int], length: int) -> int:
         """Of the message that `pack` makes of a piece of this length."""
         return size_of(self._specs(wanted, knows, length))
 
     def _specs(self, wanted: Tensor, knows: Sequence[int], length: int) -> list[Spec]:
-        B, Hk, _ = wanted.shape
         specs = [
             Spec((int(which.sum()), BLOCK_K // per, *spec.shape[3:]), spec.dtype)
             for form, which in zip(self._forms, _blocks_sent(wanted, knows), strict=True)
-            for spec, per in form.specs((B, Hk, length))
+            for spec, per in _specs_like(form, length)
         ]
         if self._pooled_forms:
-            rows = (B, Hk, n_blocks(length, self.call.recipe.pool_group))
-            specs += [spec for form in self._pooled_forms for spec, _ in form.specs(rows)]
+            n = n_blocks(length, self.call.recipe.pool_group)
+            specs += [spec for form in self._pooled_forms for spec, _ in _specs_like(form, n)]
             if self.coded:
-                specs.append(Spec((B, Hk), torch.float32))
+                specs.append(Spec((self.call.B, self.call.Hk), torch.float32))
         return specs
 
     def unpack(
@@ -173,7 +127,7 @@ class Shipment:
         parts = []
         for form, which in zip(self._forms, _blocks_sent(wanted, list(known)), strict=True):
             whole = []
-            for spec, per in form.specs((B, Hk, length)):
+            for spec, per in _specs_like(form, length):
                 rows = BLOCK_K // per
                 x = torch.zeros((B, Hk, n, rows, *spec.shape[3:]), dtype=spec.dtype)
                 x = x.to(wanted.device)
@@ -181,15 +135,15 @@ class Shipment:
                 whole.append(x.flatten(2, 3)[:, :, : spec.shape[2]])
             if form is self._forms[0]:
                 for head, keys in known.items():
-                    for x, (own, per) in zip(whole, form.tensors(keys), strict=True):
+                    for x, (own, per) in zip(whole, _tensors(keys), strict=True):
                         x[:, head] = own[:, 0, piece.start // per :][:, : x.shape[2]]
-            parts.append(form.build(whole))
+            parts.append(_build_like(form, whole))
         if not self._pooled_forms:
             return Cargo(parts[0], parts[1])
         group = self.call.recipe.pool_group
-        entries = (B, Hk, n_blocks(length, group))
         key, value = (
-            form.build([next(tensors) for _ in form.specs(entries)]) for form in self._pooled_forms
+            _build_like(form, [next(tensors) for _ in _tensors(form)])
+            for form in self._pooled_forms
         )
         pooled = Pooled(key, value, group)
         if self.coded:
@@ -209,6 +163,26 @@ class Shipment:
         return self.stages.prepare_keys(
             call, cargo.key, cargo.value, mean=self.key_mean, to_plan=False, to_attend=True
         )
+
+
+def _tensors(x: Tensor | QTensor) -> list[tuple[Tensor, int]]:
+    """Its tensors, each with the rows of a key block that one of its rows stands for."""
+    return [(x.codes, 1), (x.scale, x.rows_per_scale)] if isinstance(x, QTensor) else [(x, 1)]
+
+
+def _specs_like(form: Tensor | QTensor, length: int) -> list[tuple[Spec, int]]:
+    """Those of `_tensors`, if `form` had this many rows."""
+    return [
+        (Spec((*x.shape[:2], n_blocks(length, per), *x.shape[3:]), x.dtype), per)
+        for x, per in _tensors(form)
+    ]
+
+
+def _build_like(form: Tensor | QTensor, tensors: Sequence[Tensor]) -> Tensor | QTensor:
+    """What `_tensors` took apart, of other rows."""
+    if not isinstance(form, QTensor):
+        return tensors[0].contiguous()
+    return replace(form, codes=tensors[0].contiguous(), scale=tensors[1].contiguous())
 
 
 def _in_16_bits(value: Tensor | QTensor) -> Tensor | QTensor:
@@ -295,13 +269,7 @@ class Rounds:
     """The rounds of one rank."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        held: Held,
-        plan: GlobalPlan,
-        backend: Backend,
-        *,
-        observed: bool,
+        self, exchange: Exchange, held: Held, plan: GlobalPlan, backend: Backend, *, observed: bool
     ) -> None:
         self.exchange, self.held, self.plan, self.backend = exchange, held, plan, backend
         self.call = held.call
@@ -405,7 +373,7 @@ class Rounds:
     def _split(self, rank: int, blocks: Tensor) -> list[tuple[Piece, Tensor]]:
         """A rank's blocks by its pieces."""
         pieces = self.held.k_layout.of(rank)
-        sizes = [len(k_blocks_of(piece)) for piece in pieces]
+        sizes = [len(piece.blocks(BLOCK_K)) for piece in pieces]
         return list(zip(pieces, torch.split(blocks, sizes, -1) if sizes else (), strict=True))
 
     def _unpack(self, source: int, message: Tensor) -> list[Cargo | None]:
@@ -425,10 +393,10 @@ class Rounds:
         for keys, cargo in zip(self.held.k_layout.of(source), cargos, strict=True):
             if cargo is None:
                 continue
-            columns = k_blocks_of(keys)
+            columns = keys.blocks(BLOCK_K)
             at = 0
             for i, queries in enumerate(self.held.q_layout.of(self.exchange.rank)):
-                n = len(q_blocks_of(queries))
+                n = len(queries.blocks(BLOCK_Q))
                 kept = self.plan.kept[:, :, at : at + n, columns.start : columns.stop]
                 at += n
                 self._attend_piece(i, queries, keys, kept, cargo)
