@@ -43,6 +43,8 @@ class Metadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     num_actual_tokens: int
+    max_query_len: int = 0
+    max_seq_len: int = 0
     causal: bool = True
     extra: dict = field(default_factory=dict)
 
@@ -79,16 +81,6 @@ class Impl(ServingImpl, PlainImpl):
             value.copy_(v[: len(value)])
 
         return gather if self.readable else None
-
-    def metadata_of(self, layer, metadata, chosen, at):
-        starts = list(accumulate((each.Lq for each in chosen), initial=0))
-        return replace(
-            metadata,
-            query_start_loc=torch.tensor(starts),
-            seq_lens=metadata.seq_lens[at],
-            block_table=metadata.block_table[at],
-            num_actual_tokens=starts[-1],
-        )
 
 
 @pytest.fixture

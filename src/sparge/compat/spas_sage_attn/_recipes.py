@@ -102,13 +102,8 @@ def pv_recipe(heads: int, pvthreshd: Threshold, precision: str) -> Recipe:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _recipe(*arguments: Any) -> Recipe:
-    """Outside any graph, which can read a recipe but not make one; and the same one each time."""
-    return _make_recipe(*arguments)
-
-
 @lru_cache(maxsize=1024)
-def _make_recipe(
+def _recipe(
     heads: int,
     name: str,
     amount: Numbers,
@@ -117,6 +112,7 @@ def _make_recipe(
     sink: bool,
     precision: str,
 ) -> Recipe:
+    """Outside any graph, which can read a recipe but not make one; and the same one each time."""
     per_head = any(isinstance(x, tuple) for x in (amount, similarity, pv))
     n = heads if per_head else 1
     amounts, similarities, pvs = (

@@ -81,7 +81,7 @@ class OwnCost:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the prefills of a layer have in common."""
+    """What the prefills of a layer have in common: fields of their `Call`."""
 
     Hq: int
     Hk: int
@@ -94,22 +94,8 @@ class Shape:
 
     def call(self, request: Request) -> Call:
         Lq = request.Lq + request.lead
-        return Call(
-            B=1,
-            Hq=self.Hq,
-            Hk=self.Hk,
-            Lq=Lq,
-            Lk=request.Lk,
-            D=self.D,
-            Dv=self.D,
-            dtype=self.dtype,
-            device=self.device,
-            index=self.index,
-            scale=self.scale,
-            recipe=self.recipe,
-            is_causal=True,
-            offset=request.Lk - Lq,
-        )
+        Lk = request.Lk
+        return Call(B=1, Lq=Lq, Lk=Lk, Dv=self.D, is_causal=True, offset=Lk - Lq, **vars(self))
 
 
 def calibrate_backend(shape: Shape, backend: str) -> Choice:
@@ -145,7 +131,9 @@ def why_not(
         return PREDICTED_DENSE
     if own is None or chosen != CPU:
         return ""
-    theirs = own.pair * call.Hq * _pairs(request, call)
+    # Query-key pairs that vLLM's attention computes: those of the request's own rows.
+    pairs = allowed_pairs(replace(call, Lq=request.Lq, offset=request.Lk - request.Lq))
+    theirs = own.pair * call.Hq * pairs
     copying = 0.0 if request.fresh else own.key * request.Lk
     ours_is_faster = current_router().is_faster_than(
         theirs, call, chosen, density=density, more=copying
@@ -157,12 +145,6 @@ def chosen_backend(shape: Shape, request: Request, backend: str) -> str:
     """The name to call `attention` with. Named even where `auto` chose it: vLLM's attention takes
     the place of dense attention, so a plan must not be routed to that afterwards."""
     return named_backend(backend) or _choose(shape.call(request))
-
-
-def _pairs(request: Request, call: Call) -> int:
-    """Query-key pairs that vLLM's attention computes: those of the request's own rows."""
-    own = replace(call, Lq=request.Lq, offset=request.Lk - request.Lq)
-    return allowed_pairs(own)
 
 
 def _choose(call: Call) -> str:

@@ -12,7 +12,8 @@ import atexit
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ...models.report import Report
 from ...models.tally import Tally
 from ...values.recipe import Recipe
 from ...values.run import Run
-from .batch import PromptPack, Request, Rows, Step, make_pack
+from .batch import PromptPack, Request, Step, make_pack, rows_of
 from .routing import (
     DECODE,
     ENOUGH_CALLS,
@@ -161,10 +162,7 @@ class WorkerReport:
         """Plain JSON."""
         return {
             "format": "sparge.vllm.report/1",
-            "rank": self.rank,
-            "ranks": self.ranks,
-            "threads": self.threads,
-            "settings": self.settings,
+            **vars(self),
             "tokens": {name: dict(each) for name, each in self.tokens.items()},
             "decode_seconds": dict(self.decode_seconds),
             "report": self.report.to_dict(),
@@ -286,10 +284,11 @@ def bind_layers(
 
 def _bind_layer(name: str, impl: Any, config: Any, measure: Measure) -> ServedLayer:
     settings = WORKER.settings
-    if why := why_layer_not_served(impl):
+    why = why_layer_not_served(impl)
+    if not why and config.parallel_config.decode_context_parallel_size > 1:
+        why = "decode context parallelism"
+    if why:
         return ServedLayer(name, None, settings.backend, why)
-    if config.parallel_config.decode_context_parallel_size > 1:
-        return ServedLayer(name, None, settings.backend, "decode context parallelism")
     heads = impl.num_heads
     recipe = settings.recipe_of(
         name, first=WORKER.rank * heads, heads=heads, all_heads=WORKER.ranks * heads
@@ -317,8 +316,7 @@ STEP, PARTS = "sparge_step", "sparge_parts"
 
 
 class ServingImpl:
-    """Mixed in before an `AttentionImpl`. Subclasses say how the cache is read and how the metadata
-    of some requests is made."""
+    """Mixed in before an `AttentionImpl`. Subclasses say how the cache is read."""
 
     served: ServedLayer | None = None
 
@@ -328,7 +326,16 @@ class ServingImpl:
 
     def metadata_of(self, layer: Any, metadata: Any, chosen: Sequence[Request], at: Any) -> Any:
         """The metadata of some requests of a step; `at` are their numbers, as a tensor."""
-        raise NotImplementedError
+        starts = list(accumulate((each.Lq for each in chosen), initial=0))
+        return replace(
+            metadata,
+            num_actual_tokens=starts[-1],
+            max_query_len=max(each.Lq for each in chosen),
+            query_start_loc=metadata.query_start_loc.new_tensor(starts),
+            max_seq_len=max(each.Lk for each in chosen),
+            seq_lens=metadata.seq_lens[at],
+            block_table=metadata.block_table[at],
+        )
 
     def forward(
         self,
@@ -402,7 +409,7 @@ class ServingImpl:
             chosen = [step.requests[i] for i in rest]
             at = metadata.seq_lens.new_tensor(rest).long()
             made = self.metadata_of(layer, metadata, chosen, at)
-            parts[tuple(rest)] = (made, Rows.of(chosen, query.device).where)
+            parts[tuple(rest)] = (made, rows_of(chosen, query.device))
         made, rows = parts[tuple(rest)]
         together = isinstance(rows, slice)
         out = (
