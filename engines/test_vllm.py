@@ -7,8 +7,7 @@ import vllm_engine as engine
 
 import sparge
 from sparge import KeepAll, Recipe
-from sparge.serving.vllm.refusals import FEW_QUERIES, PREDICTED_OWN
-from sparge.serving.vllm.routing import OwnCost
+from sparge.serving.vllm.routing import FEW_QUERIES, PREDICTED_OWN, OwnCost
 from sparge_tools import zoo
 
 EXACT = Recipe(KeepAll(), precision="exact")

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import sparge
 from gloo_ranks import run_ranks
 from ring_cases import CASES, run_cases
-from sparge import KeepMass, Recipe
-from sparge.parallel import ring_attention, shard, unshard
+from sparge import KeepFraction, KeepMass, Recipe
+from sparge.parallel import ring_attention, ring_plan, shard, unshard
 
 TOLERANCES = {"exact": 1e-5, "half": 6e-3, "int8": 6e-3, "int8-fast": 2e-2}
 
@@ -152,3 +152,26 @@ def test_without_a_group():
     x = torch.zeros(1, 1, 8, 8)
     with pytest.raises(RuntimeError, match="init_process_group"):
         ring_attention(x, x, x)
+
+
+def interpreted_ring(rank, world):
+    """Triton's kernels in the interpreter."""
+    import interpreter
+
+    interpreter.install()
+    g = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, heads, 300, 16, generator=g).half() for heads in (2, 1, 1)]
+    parts = [shard(x) for x in qkv]
+    recipe = Recipe(KeepFraction(0.5), skipped="pool", pool_group=16)
+    options = {"recipe": recipe, "backend": "triton", "enable_gqa": True}
+    plan = sparge.make_plan(*qkv[:2], **options).to_mask()
+    for first, part in ring_plan(*parts, **options):
+        assert torch.equal(part.to_mask(), plan[:, :, first : first + part.counts.shape[2]])
+    out, want = unshard(ring_attention(*parts, **options)), sparge.attention(*qkv, **options)
+    return float((out.float() - want.float()).abs().max()), float(plan.float().mean())
+
+
+def test_triton_s_keys_travel_as_rows_and_are_prepared_again(interpreted):
+    for error, density in run_ranks(interpreted_ring, 2, timeout=200):
+        assert error < 2e-3
+        assert density < 0.8

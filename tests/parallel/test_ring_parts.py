@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from calls import a_call
 from sparge.backends.cpu import stages as native
+from sparge.parallel.exchange import Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
 from sparge.parallel.global_plan import make_units
 from sparge.parallel.layout import contiguous, layout_of, zigzag
-from sparge.parallel.messages import Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
 
 
 def covers(layout, total):

@@ -12,16 +12,19 @@ import sparge
 from calls import FIXED
 from sparge import KeepAll, KeepFraction, KeepMass, Recipe
 from sparge.serving.vllm import WorkerExtension, report
-from sparge.serving.vllm.batch import Request, Rows, Step, make_pack
-from sparge.serving.vllm.refusals import (
+from sparge.serving.vllm.batch import Request, Step, make_pack, rows_of
+from sparge.serving.vllm.routing import (
     DECODE,
     FEW_QUERIES,
     PREDICTED_DENSE,
     PREDICTED_OWN,
+    OwnCost,
+    Shape,
+    chosen_backend,
     why_layer_not_served,
+    why_not,
     why_step_not_served,
 )
-from sparge.serving.vllm.routing import OwnCost, Shape, chosen_backend, why_not
 from sparge.serving.vllm.worker import ServedLayer
 from sparge.synthetic import structured_qkv
 from sparge.values.backend import UnitCosts
@@ -157,8 +160,8 @@ def test_a_mixed_step_is_packed_and_written_back(prompt):
 
 def test_rows_lie_together_or_are_listed():
     requests = Step.of([0, 2, 5, 6], [9, 9, 9]).requests
-    assert Rows.of(requests[:2], torch.device("cpu")).where == slice(0, 5)
-    assert Rows.of(requests[::2], torch.device("cpu")).where.tolist() == [0, 1, 5]
+    assert rows_of(requests[:2], torch.device("cpu")) == slice(0, 5)
+    assert rows_of(requests[::2], torch.device("cpu")).tolist() == [0, 1, 5]
 
 
 def shape_of(recipe):

@@ -13,17 +13,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparge import KeepAll, Recipe
 from sparge.serving.vllm import WorkerExtension
 from sparge.serving.vllm.batch import Step
-from sparge.serving.vllm.refusals import (
+from sparge.serving.vllm.routing import (
     FEW_QUERIES,
     FOREIGN_STEP,
     OTHER_KEYS,
     PAUSED,
     UNBOUND,
     UNKNOWN_LAYOUT,
+    Shape,
 )
-from sparge.serving.vllm.routing import Shape
-from sparge.serving.vllm.step_attention import STEP, ServingBuilder, ServingImpl
-from sparge.serving.vllm.worker import WORKER, ServedLayer, Worker
+from sparge.serving.vllm.worker import (
+    STEP,
+    WORKER,
+    ServedLayer,
+    ServingBuilder,
+    ServingImpl,
+    Worker,
+)
 
 Hq, Hk, D = 4, 2, 32
 EXACT = Recipe(KeepAll(), precision="exact")
@@ -37,6 +43,8 @@ class Metadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     num_actual_tokens: int
+    max_query_len: int = 0
+    max_seq_len: int = 0
     causal: bool = True
     extra: dict = field(default_factory=dict)
 
@@ -73,16 +81,6 @@ class Impl(ServingImpl, PlainImpl):
             value.copy_(v[: len(value)])
 
         return gather if self.readable else None
-
-    def metadata_of(self, layer, metadata, chosen, at):
-        starts = list(accumulate((each.Lq for each in chosen), initial=0))
-        return replace(
-            metadata,
-            query_start_loc=torch.tensor(starts),
-            seq_lens=metadata.seq_lens[at],
-            block_table=metadata.block_table[at],
-            num_actual_tokens=starts[-1],
-        )
 
 
 @pytest.fixture

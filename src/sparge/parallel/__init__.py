@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..values.run import RingReport, RingShare
-from .faults import RankError
+from .exchange import RankError
+from .layout import shard, unshard
 from .ring import ring_attention, ring_plan
-from .sharding import shard, unshard
 
 __all__ = [
     "RankError",

@@ -24,10 +24,8 @@ from ..values.geometry import BLOCK_Q, sampled_rows
 from ..values.qtensor import QTensor
 from ..values.stages import KeySums, Prepared, PreparedKeys, PreparedQueries
 from ..values.tokenmask import TokenMask
-from .exchange import Exchange
-from .layout import Held, Layout, places
-from .messages import Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
-from .reshard import pieces_of, place_rows
+from .exchange import Exchange, Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
+from .layout import Held, Layout, pieces_of, place_rows, places
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,6 @@ def make_units(call: Call, world: int) -> list[Unit]:
     cuts = [call.n_q * i // ways for i in range(ways + 1)]
     spans = [(head, cuts[i], cuts[i + 1]) for head in range(call.Hk) for i in range(ways)]
     return [Unit(*span, rank=i % world) for i, span in enumerate(spans)]
-
-
-def units_of(units: Sequence[Unit], rank: int) -> list[Unit]:
-    return [unit for unit in units if unit.rank == rank]
 
 
 def own_blocks(held: Held, rank: int, unit: Unit) -> list[int]:
@@ -248,6 +242,10 @@ class _Planning:
         self.exchange, self.held, self.backend = exchange, held, backend
         self.call, self.stages = held.call, backend.stages()
         self.units = make_units(held.call, exchange.world)
+        self.units_of = {
+            rank: [unit for unit in self.units if unit.rank == rank]
+            for rank in range(exchange.world)
+        }
         self.key_mean: Tensor | None = None
         if held.call.recipe.quantized and backend.sums_keys:
             assert isinstance(self.stages, KeySums)
@@ -267,30 +265,20 @@ class _Planning:
         answers = self._exchange_answers(self._exchange_rows())
         return self._assemble_plan(answers)
 
-    def _share(self, rank: int, unit: Unit) -> Share:
-        return Share(self.held, rank, unit)
-
     def _exchange_rows(self) -> dict[Unit, dict[int, dict[str, Tensor]]]:
         """What every rank sent of the units that are planned here, by the rank it came from."""
-        ranks, rank, device = range(self.exchange.world), self.exchange.rank, self.exchange.device
-        own = self._own_tensors()
+        ranks, rank = range(self.exchange.world), self.exchange.rank
+        own, mine = self._own_tensors(), self.units_of[rank]
         sends = {
-            to: [x for unit in units_of(self.units, to) for x in self._sent(unit, own)]
-            for to in ranks
+            to: [x for unit in self.units_of[to] for x in self._sent(unit, own)] for to in ranks
         }
-        mine = units_of(self.units, rank)
         specs = {
-            of: [self._share(of, unit).spec(x) for unit in mine for x in self.fields.values()]
+            of: [Share(self.held, of, unit).spec(x) for unit in mine for x in self.fields.values()]
             for of in ranks
         }
-        found = self.exchange.swap(
-            "plan",
-            {to: to_bytes(tensors, device) for to, tensors in sends.items()},
-            {of: size_of(specs[of]) for of in ranks},
-        )
-        parts = {of: iter(from_bytes(found[of], specs[of])) for of in ranks}
+        found = self.exchange.swap_tensors("plan", sends, specs)
         return {
-            unit: {of: {name: next(parts[of]) for name in self.fields} for of in ranks}
+            unit: {of: {name: next(found[of]) for name in self.fields} for of in ranks}
             for unit in mine
         }
 
@@ -298,27 +286,18 @@ class _Planning:
         self, came: dict[Unit, dict[int, dict[str, Tensor]]]
     ) -> dict[Unit, UnitPlan]:
         """Plan the units of this rank; what all units say of this rank's rows."""
-        ranks, rank, device = range(self.exchange.world), self.exchange.rank, self.exchange.device
+        ranks, rank, held = range(self.exchange.world), self.exchange.rank, self.held
         plans = {unit: self._plan(unit, found) for unit, found in came.items()}
         answers = {
-            to: [x for unit, plan in plans.items() for x in plan.to_tensors(self._share(to, unit))]
+            to: [x for unit, plan in plans.items() for x in plan.to_tensors(Share(held, to, unit))]
             for to in ranks
         }
         specs = {
-            of: [
-                spec
-                for unit in units_of(self.units, of)
-                for spec in UnitPlan.specs(self._share(rank, unit))
-            ]
+            of: [x for unit in self.units_of[of] for x in UnitPlan.specs(Share(held, rank, unit))]
             for of in ranks
         }
-        found = self.exchange.swap(
-            "plan",
-            {to: to_bytes(tensors, device) for to, tensors in answers.items()},
-            {of: size_of(specs[of]) for of in ranks},
-        )
-        parts = {of: iter(from_bytes(found[of], specs[of])) for of in ranks}
-        return {unit: UnitPlan.from_tensors(self.call, parts[unit.rank]) for unit in self.units}
+        found = self.exchange.swap_tensors("plan", answers, specs)
+        return {unit: UnitPlan.from_tensors(self.call, found[unit.rank]) for unit in self.units}
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """What this rank's rows give, for all heads, by field; nothing if it has no such rows."""
@@ -358,7 +337,7 @@ class _Planning:
 
     def _sent(self, unit: Unit, own: Mapping[str, Tensor]) -> list[Tensor]:
         """The fields of a unit, from this rank's rows."""
-        share = self._share(self.exchange.rank, unit)
+        share = Share(self.held, self.exchange.rank, unit)
         parts = []
         for name, x in self.fields.items():
             if name in own:
@@ -382,7 +361,9 @@ class _Planning:
         )
         found = self._assembled(call, unit, came)
         if not call.predicts:
-            return UnitPlan(key_mean=self._mean_of(call, found["key"]))
+            # As preparing to attend computes it.
+            keys = self.stages.prepare_keys(call, found["key"], None, to_plan=False, to_attend=True)
+            return UnitPlan(key_mean=keys.mean)
         prepared = self._prepared(call, found)
         if self.reuses:
             self.known[unit.head] = prepared.keys.key
@@ -413,7 +394,7 @@ class _Planning:
                 shape = (call.B, heads, lengths[x.rows], *x.tail)
                 found[name] = torch.empty(shape, dtype=x.dtype, device=device)
             for rank, tensors in came.items():
-                self._share(rank, unit).place(found[name], tensors[name], x.rows)
+                Share(self.held, rank, unit).place(found[name], tensors[name], x.rows)
         return found
 
     def _prepared(self, call: Call, found: dict[str, Tensor]) -> Prepared:
@@ -439,12 +420,6 @@ class _Planning:
         pooled, similarity = found.get("q_pooled"), found.get("q_similarity")
         return Prepared(replace(queries, pooled=pooled, similarity=similarity), keys)
 
-    def _mean_of(self, call: Call, key: Tensor) -> Tensor:
-        """The mean key, as preparing to attend computes it."""
-        mean = self.stages.prepare_keys(call, key, None, to_plan=False, to_attend=True).mean
-        assert mean is not None
-        return mean
-
     def _assemble_plan(self, answers: Mapping[Unit, UnitPlan]) -> GlobalPlan:
         """The plan of this rank's rows, from the answers of the ranks that planned it."""
         call, held, rank, device = self.call, self.held, self.exchange.rank, self.exchange.device
@@ -463,19 +438,14 @@ class _Planning:
             if answer.key_mean is not None:
                 mean[:, unit.head] = answer.key_mean[:, 0]
         mean = mean if self.key_mean is None else self.key_mean
+        knows = {of: sorted({unit.head for unit in self.units_of[of]}) for of in self.units_of}
         return GlobalPlan(
             kept,
             mean if call.recipe.quantized else None,
             measured if call.measures_error else None,
             self.known,
-            self._knows() if answers and self.reuses else {},
+            knows if answers and self.reuses else {},
         )
-
-    def _knows(self) -> dict[int, list[int]]:
-        heads: dict[int, set[int]] = {}
-        for unit in self.units:
-            heads.setdefault(unit.rank, set()).add(unit.head)
-        return {rank: sorted(found) for rank, found in heads.items()}
 
 
 def _joined(name: str, pieces: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -495,15 +465,10 @@ def global_key_mean(exchange: Exchange, held: Held, stages: KeySums) -> Tensor:
     mine = len(heads[exchange.rank])
     shapes = {of: (call.B, mine, len(held.k_blocks(of)), call.D) for of in ranks}
     specs = {of: [Spec(shapes[of], own.dtype)] for of in ranks}
-    found = exchange.swap(
-        "plan",
-        {to: to_bytes([own[:, heads[to]]], device) for to in ranks},
-        {of: size_of(specs[of]) for of in ranks},
-    )
+    found = exchange.swap_tensors("plan", {to: [own[:, heads[to]]] for to in ranks}, specs)
     whole = torch.empty((call.B, mine, call.n_k, call.D), dtype=own.dtype, device=device)
     for of in ranks:
-        (part,) = from_bytes(found[of], specs[of])
-        whole[:, :, places(held.k_blocks(of), device)] = part
+        whole[:, :, places(held.k_blocks(of), device)] = next(found[of])
     means = stages.mean_of_sums(whole, call.Lk)
     specs = {of: [Spec((call.B, len(heads[of]), call.D), torch.float32)] for of in ranks}
     sizes = [size_of(specs[of]) for of in ranks]
@@ -512,6 +477,3 @@ def global_key_mean(exchange: Exchange, held: Held, stages: KeySums) -> Tensor:
     for of in ranks:
         mean[:, heads[of]] = from_bytes(found_means[of], specs[of])[0]
     return mean
-
-
-__all__ = ["GlobalPlan", "make_global_plan"]

@@ -24,28 +24,25 @@ from ..api.attention import PackedOptions
 from ..engine.check import check_call
 from ..engine.execute import without_grad_and_autocast
 from ..engine.recording import note, recording
-from ..routing import Choice, choose, current_router, get_backend
+from ..routing import Choice, choose, current_router, get_backend, host
 from ..routing.choice import keep_everything
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO, DENSE, Backend
 from ..values.blockplan import BlockPlan, plan_from_mask
-from ..values.call import Call, Inputs
+from ..values.call import Call
 from ..values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset
 from ..values.recipe import Recipe
-from ..values.run import Run
-from .agree import agree
-from .exchange import Exchange
+from ..values.run import RingReport, RingShare, Run
+from .exchange import Exchange, agree
 from .global_plan import make_global_plan
-from .layout import LAYOUTS, Held, Layout, Piece, layout_of, q_blocks_of, zigzag
-from .reshard import reshard
-from .ring_report import gather_report, run_of_ring
-from .rounds import Rounds, piece_tokens
-from .shipment import bytes_of_dense_ring
+from .layout import LAYOUTS, Held, Layout, Piece, layout_of, reshard, zigzag
+from .rounds import Rounds, Tally, bytes_of_dense_ring, piece_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
+PURPOSES = ("agree", "move", "plan", "blocks")
 
 
 def _outside_graphs(function: F) -> F:
@@ -135,59 +132,30 @@ def ring_attention(
 
 @_outside_graphs
 def ring_attention_and_run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    group: Any = None,
-    causal_align: str = "top_left",
-    layout: str = "contiguous",
-    balance: bool = True,
-    backend: str = AUTO,
-    recorded: bool = False,
-    **rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Run | None]:
     """`ring_attention` with its LSE and what ran. recorded: make a run, though nobody records."""
-    exchange, work = _begin(
-        group,
-        (query, key, value),
-        layout,
-        balance,
-        causal_align,
-        backend,
-        recorded=recorded,
-        **rest,
-    )
-    with exchange.guarded(), without_grad_and_autocast(query.device.type):
+    work = _begin((query, key, value), **options)
+    with work.exchange.guarded(), without_grad_and_autocast(query.device.type):
         return work.run()
 
 
 @_outside_graphs
 def ring_plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    group: Any = None,
-    layout: str = "contiguous",
-    balance: bool = True,
-    causal_align: str = "top_left",
-    backend: str = AUTO,
-    **rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> list[tuple[int, BlockPlan]]:
     """The plan that `ring_attention` would attend by, for the query blocks that this rank attends.
 
-    A list of `(first, plan)`: `plan` is for the query blocks from `first` on and all keys.
+    options: as in `ring_attention`. A list of `(first, plan)`: `plan` is for the query blocks from
+    `first` on and all keys.
     """
-    exchange, work = _begin(
-        group, (query, key, value), layout, balance, causal_align, backend, **rest
-    )
-    with exchange.guarded(), without_grad_and_autocast(query.device.type):
+    work = _begin((query, key, value), **options)
+    with work.exchange.guarded(), without_grad_and_autocast(query.device.type):
         held = work.moved()
-        plan = make_global_plan(exchange, held, work.backend)
+        plan = make_global_plan(work.exchange, held, work.backend)
         found, at = [], 0
-        for piece in held.q_layout.of(exchange.rank):
-            n = len(q_blocks_of(piece))
+        for piece in held.q_layout.of(work.exchange.rank):
+            n = len(piece.blocks(BLOCK_Q))
             tokens = piece_tokens(held.call, piece, Piece(0, held.call.Lk, 0))
             kept = plan.kept[:, :, at : at + n]
             made = plan_from_mask(kept, tokens, measured=plan.measured)
@@ -197,16 +165,16 @@ def ring_plan(
 
 
 def _begin(
-    group: Any,
     tensors: tuple[Tensor, Tensor, Tensor],
-    layout: str,
-    balance: bool,
-    causal_align: str,
-    backend: str,
     *,
+    group: Any = None,
+    layout: str = "contiguous",
+    balance: bool = True,
+    causal_align: str = "top_left",
+    backend: str = AUTO,
     recorded: bool = False,
     **rest: Any,
-) -> tuple[Exchange, _Work]:
+) -> _Work:
     """Check the call here, then with all ranks; no rank begins unless all may."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -244,14 +212,13 @@ def _begin(
     if isinstance(agreed, str):
         raise ValueError(agreed)
     q_lengths, k_lengths = [own[0] for own in agreed], [own[1] for own in agreed]
-    layouts = [layout_of(layout, n, name) for n, name in ((q_lengths, "query"), (k_lengths, "key"))]
+    layouts = layout_of(layout, q_lengths, "query"), layout_of(layout, k_lengths, "key")
     call = replace(call, Lq=sum(q_lengths), Lk=sum(k_lengths))
     call = replace(call, offset=diagonal_offset(call.Lq, call.Lk, causal_align))
     # Machines may differ; the first rank decides for all.
     choice, call = _choose(call, backend, dense=bool(agreed[0][3]))
     observed = any(own[2] for own in agreed)
-    inputs, where = Inputs(query, key, value), (layouts[0], layouts[1])
-    return exchange, _Work(exchange, call, choice, inputs, where, balance, observed)
+    return _Work(exchange, call, choice, (query, key, value), layouts, balance, observed)
 
 
 def _facts(
@@ -285,12 +252,12 @@ def _choose(call: Call, backend: str, *, dense: bool) -> tuple[Choice, Call]:
 
 @dataclass
 class _Work:
-    """A call that all ranks agreed on. call: of the whole sequence; inputs: this rank's rows."""
+    """A call that all ranks agreed on. call: of the whole sequence; tensors: this rank's rows."""
 
     exchange: Exchange
     call: Call
     choice: Choice
-    inputs: Inputs
+    tensors: tuple[Tensor, Tensor, Tensor]
     layouts: tuple[Layout, Layout]
     balance: bool
     observed: bool
@@ -308,8 +275,7 @@ class _Work:
     def moved(self) -> Held:
         """The rows on whole blocks, and causal queries where every rank has as much to do."""
         q_layout, k_layout = self.layouts
-        query, key, value, *_ = self.inputs
-        assert value is not None
+        query, key, value = self.tensors
         world, call = self.exchange.world, self.call
         to_q, to_k = q_layout.on_blocks(BLOCK_Q), k_layout.on_blocks(BLOCK_K)
         if world > 1 and call.is_causal and self.balance and q_layout.of(0) == q_layout.pieces[:1]:
@@ -330,9 +296,48 @@ class _Work:
         with self.timed("move"):
             out, lse = reshard(exchange, [out, lse], held.q_layout, self.layouts[0], "move")
         if self.observed:
-            tally, dense = rounds.tally, bytes_of_dense_ring(self.call, exchange.world)
-            report = gather_report(exchange, tally, self.seconds, dense)
-            facts = (self.call, self.choice, self.backend, tally, self.seconds)
-            run = run_of_ring(*facts, report, plan.measured)
+            run = self._run_of(rounds.tally, plan.measured)
             note(run)
         return out, lse, run
+
+    def _run_of(self, tally: Tally, measured: Tensor | None) -> Run:
+        """This rank's run. measured: what an error budget found, `[3, B, Hq]`."""
+        call, choice, backend = self.call, self.choice, self.backend
+        errors, bounds = (None, None) if measured is None else measured[:2].amax(1).tolist()
+        by_head: dict[str, Any] = {
+            f"{name}_by_head": tuple(counts.tolist()) for name, counts in tally.by_head.items()
+        }
+        report = self._gather_report(tally)
+        return Run(
+            what="ring_attention",
+            call=f"{len(report.shares)} ranks, {call}",
+            label=call.label,
+            backend=choice.backend,
+            isa=backend.isa(host(*call.where), call),
+            reason=choice.reason,
+            routed_to_dense=choice.routed_to_dense,
+            rejected=dict(choice.rejected),
+            recipe=call.recipe,
+            sparsity=tally.skipped / max(tally.allowed, 1),
+            kept=tally.kept,
+            allowed=tally.allowed,
+            pv_skips=tally.pv_skips,
+            pv_groups=tally.pv_groups,
+            row_group=backend.row_group,
+            **by_head,
+            error_by_head=None if errors is None else tuple(errors),
+            bound_by_head=None if bounds is None else tuple(bounds),
+            seconds={**self.seconds, "total": sum(self.seconds.values())},
+            ring=report,
+        )
+
+    def _gather_report(self, tally: Tally) -> RingReport:
+        """The shares of all ranks, on every rank."""
+        exchange, shares = self.exchange, []
+        sent = [exchange.sent[name] for name in PURPOSES]
+        own = [tally.kept, tally.allowed, self.seconds["attend"], exchange.waited, *sent]
+        found = exchange.gather_numbers("report", torch.tensor(own, dtype=torch.float64))
+        for rank, (kept, allowed, seconds, waited, *sent) in enumerate(found):
+            by_purpose = dict(zip(PURPOSES, map(int, sent), strict=True))
+            shares.append(RingShare(rank, int(kept), int(allowed), by_purpose, seconds, waited))
+        return RingReport(tuple(shares), bytes_of_dense_ring(self.call, exchange.world))

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from ...support.tools_package import INSTALL, TUNER, find_tool
 from ...values.recipe import KeepAll, Recipe
-from ._recipes import check_flag, precision_of, refuse
-from ._saved import (
+from ._recipes import (
     FIELDS,
     READ,
     Values,
+    check_flag,
     check_saved,
     check_values,
+    precision_of,
     read_values,
     recipe_of_values,
+    refuse,
     safest,
     values_of_recipe,
 )
@@ -73,13 +75,8 @@ class SparseAttentionMeansim(nn.Module):
                 f"{dict(rearrange_kwargs)!r}",
                 "reorder the tokens before the call",
             )
-        self.sim_rule, self.l1, self.pv_l1, self.cos_sim, self.rmse = (
-            sim_rule,
-            l1,
-            pv_l1,
-            cos_sim,
-            rmse,
-        )
+        self.sim_rule, self.l1, self.pv_l1 = sim_rule, l1, pv_l1
+        self.cos_sim, self.rmse = cos_sim, rmse
         self.tune_pv = check_flag("tune_pv", tune_pv)
         self.num_data_passed = 0
         for name in FIELDS:
@@ -201,7 +198,8 @@ def extract_sparse_attention_state_dict(model: nn.Module, verbose: bool = False)
         values = module.values()
         if values is not None:
             out |= {_join(name, field): value for field, value in values.items()}
-            _say(verbose, f"{name}: values of {len(values['cdfthreshd'])} heads")
+            if verbose:
+                print(f"{name}: values of {len(values['cdfthreshd'])} heads")
     return out
 
 
@@ -238,7 +236,8 @@ def load_sparse_attention_state_dict(
     checked = {name: check_values(values, name or "saved") for name, values in given.items()}
     for name, values in checked.items():
         modules[name].set_values(values, name)
-        _say(verbose, f"{name}: {len(values['cdfthreshd'])} heads loaded")
+        if verbose:
+            print(f"{name}: {len(values['cdfthreshd'])} heads loaded")
     return model
 
 
@@ -270,8 +269,3 @@ def _join(name: str, field: str) -> str:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) + more) or "none"
-
-
-def _say(verbose: bool, line: str) -> None:
-    if verbose:
-        print(line)

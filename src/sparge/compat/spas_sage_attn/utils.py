@@ -55,7 +55,12 @@ def get_block_map_meansim(
     The map that attention itself would use: keys are smoothed first, and the diagonal of a causal
     map is kept. `is_sparse` has no meaning, as in the original.
     """
-    _check_blocks(BLKQ, BLKK)
+    if (BLKQ, BLKK) != (BLOCK_Q, BLOCK_K):
+        raise refuse(
+            f"blocks are {BLOCK_Q} queries x {BLOCK_K} keys on every chip, got BLKQ={BLKQ} and "
+            f"BLKK={BLKK}",
+            "leave both out",
+        )
     recipe = recipe_of(
         q.shape[1],
         simthreshd1=simthreshd1,
@@ -85,15 +90,6 @@ block_map_lut_triton = block_map_lut
 def block_map_to_mask(block_map: Tensor, BLKQ: int = 128, BLKK: int = 64) -> Tensor:
     """The map spread over tokens, in whole blocks: the caller cuts it to the lengths."""
     return block_map.bool().repeat_interleave(BLKQ, -2).repeat_interleave(BLKK, -1)
-
-
-def _check_blocks(BLKQ: int, BLKK: int) -> None:
-    if (BLKQ, BLKK) != (BLOCK_Q, BLOCK_K):
-        raise refuse(
-            f"blocks are {BLOCK_Q} queries x {BLOCK_K} keys on every chip, got BLKQ={BLKQ} and "
-            f"BLKK={BLKK}",
-            "leave both out",
-        )
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:

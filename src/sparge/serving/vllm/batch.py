@@ -59,18 +59,12 @@ class Step:
         return cls(requests, all(each.Lq <= 1 for each in requests))
 
 
-@dataclass(frozen=True)
-class Rows:
+def rows_of(requests: Sequence[Request], device: torch.device) -> slice | Tensor:
     """Rows of some requests among those of a step: a slice where they lie together."""
-
-    where: slice | Tensor
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], device: torch.device) -> Rows:
-        if _lie_together(requests):
-            return cls(slice(requests[0].start, requests[-1].stop))
-        parts = [torch.arange(each.start, each.stop) for each in requests]
-        return cls(torch.cat(parts).to(device))
+    if _lie_together(requests):
+        return slice(requests[0].start, requests[-1].stop)
+    parts = [torch.arange(each.start, each.stop) for each in requests]
+    return torch.cat(parts).to(device)
 
 
 @dataclass(frozen=True)

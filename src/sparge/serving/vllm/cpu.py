@@ -22,8 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from .batch import Request
 from .cache_layout import CacheLayout, find_cache_layout
 from .routing import OwnCost, Shape
-from .step_attention import ServingBuilder, ServingImpl
-from .worker import bind_layers
+from .worker import ServingBuilder, ServingImpl, bind_layers
 
 TRIAL, TURNS = 1024, 3
 """Tokens of the prompt that vLLM's attention is measured with, and how often; the least counts."""
@@ -45,28 +44,18 @@ class SpargeCPUImpl(ServingImpl, CPUAttentionBackendImpl):
         return gather
 
     def metadata_of(self, layer: Any, metadata: Any, chosen: Sequence[Request], at: Any) -> Any:
-        starts = list(accumulate((each.Lq for each in chosen), initial=0))
-        query_start_loc = metadata.query_start_loc.new_tensor(starts)
-        seq_lens = metadata.seq_lens[at]
-        return replace(
-            metadata,
-            num_actual_tokens=starts[-1],
-            max_query_len=max(each.Lq for each in chosen),
-            query_start_loc=query_start_loc,
-            max_seq_len=max(each.Lk for each in chosen),
-            seq_lens=seq_lens,
-            block_table=metadata.block_table[at],
-            scheduler_metadata=_schedule(
-                self.num_heads,
-                self.num_kv_heads,
-                self.head_size,
-                layer.dtype,
-                layer.isa,
-                seq_lens,
-                query_start_loc,
-                self.kv_cache_dtype,
-            ),
+        made = super().metadata_of(layer, metadata, chosen, at)
+        schedule = _schedule(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            dtype=layer.dtype,
+            isa=layer.isa,
+            seq_lens=made.seq_lens,
+            query_start_loc=made.query_start_loc,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
+        return replace(made, scheduler_metadata=schedule)
 
 
 class SpargeCPUBuilder(ServingBuilder, CPUAttentionMetadataBuilder):
@@ -138,7 +127,16 @@ def own_attention(
     key_cache, value_cache = cache.view(blocks, Hk, 2 * block, D).chunk(2, dim=2)
     seq_lens = torch.tensor(Lk, dtype=torch.int32)
     starts = torch.tensor(list(accumulate(Lq, initial=0)), dtype=torch.int32)
-    plan = _schedule(query.shape[1], Hk, D, query.dtype, isa, seq_lens, starts, "auto")
+    plan = _schedule(
+        num_heads=query.shape[1],
+        num_kv_heads=Hk,
+        head_dim=D,
+        dtype=query.dtype,
+        isa=isa,
+        seq_lens=seq_lens,
+        query_start_loc=starts,
+        kv_cache_dtype="auto",
+    )
     output = torch.empty_like(query)
 
     def attend() -> Tensor:
@@ -163,30 +161,15 @@ def own_attention(
     return attend
 
 
-def _schedule(
-    Hq: int,
-    Hk: int,
-    D: int,
-    dtype: torch.dtype,
-    isa: str,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    kv_cache_dtype: str,
-) -> Tensor:
+def _schedule(*, seq_lens: Tensor, **facts: Any) -> Tensor:
     """vLLM's own division of the work among threads."""
     made: Tensor = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(seq_lens),
-        num_heads=Hq,
-        num_kv_heads=Hk,
-        head_dim=D,
         seq_lens=seq_lens,
-        dtype=dtype,
-        query_start_loc=query_start_loc,
         causal=True,
         sliding_window_size=-1,
-        isa=isa,
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-        kv_cache_dtype=kv_cache_dtype,
+        **facts,
     )
     return made
 

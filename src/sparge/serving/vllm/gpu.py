@@ -8,9 +8,7 @@ vendor's cards and its cache holds plain rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -21,9 +19,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from .batch import Request
-from .step_attention import ServingBuilder, ServingImpl
-from .worker import bind_layers
+from .worker import ServingBuilder, ServingImpl, bind_layers
 
 
 class SpargeImpl(ServingImpl, TritonAttentionImpl):
@@ -43,18 +39,6 @@ class SpargeImpl(ServingImpl, TritonAttentionImpl):
             value.copy_(taken[..., D:])
 
         return gather
-
-    def metadata_of(self, layer: Any, metadata: Any, chosen: Sequence[Request], at: Any) -> Any:
-        starts = list(accumulate((each.Lq for each in chosen), initial=0))
-        return replace(
-            metadata,
-            num_actual_tokens=starts[-1],
-            max_query_len=max(each.Lq for each in chosen),
-            query_start_loc=metadata.query_start_loc.new_tensor(starts),
-            max_seq_len=max(each.Lk for each in chosen),
-            seq_lens=metadata.seq_lens[at],
-            block_table=metadata.block_table[at],
-        )
 
 
 class SpargeBuilder(ServingBuilder, TritonAttentionMetadataBuilder):

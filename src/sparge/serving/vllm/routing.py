@@ -1,13 +1,14 @@
-"""Which prefills of a layer are served here, and which vLLM's own attention does faster.
+"""Which prefills of a layer are served here, and which are left to vLLM's own attention, and why.
 
-`auto` first asks sparge's own choice, which knows torch's dense attention. vLLM has a kernel of its
-own, so its time is measured when a worker starts and compared with what is predicted of ours, the
-copy of cached keys included.
+Each reason is one short text, counted by the layer. `auto` first asks sparge's own choice, which
+knows torch's dense attention. vLLM has a kernel of its own, so its time is measured when a worker
+starts and compared with what is predicted of ours, the copy of cached keys included.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,7 +19,50 @@ from ...values.call import Call
 from ...values.geometry import BLOCK_Q
 from ...values.recipe import Recipe
 from .batch import Request
-from .refusals import DECODE, FEW_QUERIES, PREDICTED_DENSE, PREDICTED_OWN
+
+DECODE = "decode"
+FEW_QUERIES = "fewer than 128 queries: vLLM's attention is faster"
+PREDICTED_DENSE = "predicted to be slower than dense attention"
+PREDICTED_OWN = "predicted to be slower than vLLM's attention, as measured at the start"
+LEFT_DENSE = "the profile leaves these heads dense"
+PAUSED = "serving was turned off"
+UNBOUND = "the layer was not there when the worker started"
+UNKNOWN_LAYOUT = "the layout of the KV cache is unknown"
+OTHER_KEYS = "keys of another layer"
+FOREIGN_STEP = "the step was not described by this plugin's metadata"
+
+
+def why_layer_not_served(impl: Any) -> str:
+    """Why no call of a layer can be served, by what its implementation was made with; "" if they
+    can. `impl` is an attention implementation of vLLM's."""
+    kind = str(getattr(impl.attn_type, "value", impl.attn_type))
+    reasons = {
+        f"{kind.replace('_', '-')} attention": kind != "decoder",
+        "sliding window": impl.sliding_window not in (None, -1, (-1, -1)),
+        "ALiBi slopes": impl.alibi_slopes is not None,
+        "soft-capping": bool(impl.logits_soft_cap),
+        "attention sinks": impl.sinks is not None,
+        f"a KV cache in {impl.kv_cache_dtype}": _is_quantized(impl.kv_cache_dtype),
+        "chunked local attention": getattr(impl, "chunk_lookback", -1) != -1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def why_step_not_served(metadata: Any, *, fused_output: bool) -> str:
+    """Why a step cannot be served, by its metadata; "" if it can."""
+    reasons = {
+        "output quantization inside attention": fused_output,
+        "not causal": metadata.causal is not True,
+        "causality given for each request": getattr(metadata, "dynamic_causal", None) is not None,
+        "bidirectional image tokens": getattr(metadata, "mm_prefix_range", None) is not None,
+        "reference sliding window": getattr(metadata, "rswa_prefix_lens", None) is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _is_quantized(kv_cache_dtype: str) -> bool:
+    return kv_cache_dtype not in ("auto", "float16", "bfloat16", "half", "float", "float32")
+
 
 ENOUGH_CALLS = 8
 """Calls of a layer after which its own density is used in place of the expected one."""
@@ -37,7 +81,7 @@ class OwnCost:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the prefills of a layer have in common."""
+    """What the prefills of a layer have in common: fields of their `Call`."""
 
     Hq: int
     Hk: int
@@ -50,22 +94,8 @@ class Shape:
 
     def call(self, request: Request) -> Call:
         Lq = request.Lq + request.lead
-        return Call(
-            B=1,
-            Hq=self.Hq,
-            Hk=self.Hk,
-            Lq=Lq,
-            Lk=request.Lk,
-            D=self.D,
-            Dv=self.D,
-            dtype=self.dtype,
-            device=self.device,
-            index=self.index,
-            scale=self.scale,
-            recipe=self.recipe,
-            is_causal=True,
-            offset=request.Lk - Lq,
-        )
+        Lk = request.Lk
+        return Call(B=1, Lq=Lq, Lk=Lk, Dv=self.D, is_causal=True, offset=Lk - Lq, **vars(self))
 
 
 def calibrate_backend(shape: Shape, backend: str) -> Choice:
@@ -101,7 +131,9 @@ def why_not(
         return PREDICTED_DENSE
     if own is None or chosen != CPU:
         return ""
-    theirs = own.pair * call.Hq * _pairs(request, call)
+    # Query-key pairs that vLLM's attention computes: those of the request's own rows.
+    pairs = allowed_pairs(replace(call, Lq=request.Lq, offset=request.Lk - request.Lq))
+    theirs = own.pair * call.Hq * pairs
     copying = 0.0 if request.fresh else own.key * request.Lk
     ours_is_faster = current_router().is_faster_than(
         theirs, call, chosen, density=density, more=copying
@@ -113,12 +145,6 @@ def chosen_backend(shape: Shape, request: Request, backend: str) -> str:
     """The name to call `attention` with. Named even where `auto` chose it: vLLM's attention takes
     the place of dense attention, so a plan must not be routed to that afterwards."""
     return named_backend(backend) or _choose(shape.call(request))
-
-
-def _pairs(request: Request, call: Call) -> int:
-    """Query-key pairs that vLLM's attention computes: those of the request's own rows."""
-    own = replace(call, Lq=request.Lq, offset=request.Lk - request.Lq)
-    return allowed_pairs(own)
 
 
 def _choose(call: Call) -> str:

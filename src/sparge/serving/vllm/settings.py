@@ -58,6 +58,8 @@ class ServingSettings:
     def recipe_of(self, layer: str, *, first: int, heads: int, all_heads: int) -> Recipe | None:
         """The recipe of query heads `first` to `first + heads - 1` of a layer, None where it stays
         dense. layer: vLLM's name. Refuses a layer or a number of heads that the settings lack."""
+        recipe: Recipe | None = self.recipe
+        known = 0
         if self.profile is not None:
             name = profile_name(layer, self.profile.layers)
             known = len(self.profile.layers[name].heads)
@@ -67,11 +69,9 @@ class ServingSettings:
                     "tune a profile for this model"
                 )
             recipe = self.profile.recipe_for(name, slice(first, first + heads) if known else None)
-        else:
-            recipe = self.recipe
         if recipe is None:
             return None
-        if self.profile is None or not known:
+        if not known:
             recipe = _rank_recipe(recipe, first, heads, all_heads, self.origin)
         _refuse_moving_ranges(recipe, f"{self.origin}, {layer}")
         return recipe

@@ -1,6 +1,9 @@
-"""A worker of vLLM's: its layers with their settings and counts, its log and its report.
+"""A worker of vLLM's: its layers with their settings and counts, its steps, its log and its report.
 
-Layers are bound to their settings when a worker starts; vLLM's state is read there alone.
+Layers are bound to their settings when a worker starts; vLLM's state is read there alone. A step is
+split and counted by `ServingImpl` and `ServingBuilder`, which CPU and GPU share. Both are mixed in
+before vLLM's own classes, whose attention runs everything that is not served. vLLM is imported only
+when layers are bound.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ import atexit
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,9 +25,24 @@ from ...models.report import Report
 from ...models.tally import Tally
 from ...values.recipe import Recipe
 from ...values.run import Run
-from .batch import PromptPack, Request
-from .refusals import DECODE, FOREIGN_STEP, LEFT_DENSE, why_layer_not_served
-from .routing import ENOUGH_CALLS, OwnCost, Shape, calibrate_backend, chosen_backend, why_not
+from .batch import PromptPack, Request, Step, make_pack, rows_of
+from .routing import (
+    DECODE,
+    ENOUGH_CALLS,
+    FOREIGN_STEP,
+    LEFT_DENSE,
+    OTHER_KEYS,
+    PAUSED,
+    UNBOUND,
+    UNKNOWN_LAYOUT,
+    OwnCost,
+    Shape,
+    calibrate_backend,
+    chosen_backend,
+    why_layer_not_served,
+    why_not,
+    why_step_not_served,
+)
 from .settings import ServingSettings, asked_for, read_settings
 
 RECORD_EVERY = {"cpu": 1}
@@ -143,10 +162,7 @@ class WorkerReport:
         """Plain JSON."""
         return {
             "format": "sparge.vllm.report/1",
-            "rank": self.rank,
-            "ranks": self.ranks,
-            "threads": self.threads,
-            "settings": self.settings,
+            **vars(self),
             "tokens": {name: dict(each) for name, each in self.tokens.items()},
             "decode_seconds": dict(self.decode_seconds),
             "report": self.report.to_dict(),
@@ -268,10 +284,11 @@ def bind_layers(
 
 def _bind_layer(name: str, impl: Any, config: Any, measure: Measure) -> ServedLayer:
     settings = WORKER.settings
-    if why := why_layer_not_served(impl):
+    why = why_layer_not_served(impl)
+    if not why and config.parallel_config.decode_context_parallel_size > 1:
+        why = "decode context parallelism"
+    if why:
         return ServedLayer(name, None, settings.backend, why)
-    if config.parallel_config.decode_context_parallel_size > 1:
-        return ServedLayer(name, None, settings.backend, "decode context parallelism")
     heads = impl.num_heads
     recipe = settings.recipe_of(
         name, first=WORKER.rank * heads, heads=heads, all_heads=WORKER.ranks * heads
@@ -292,3 +309,150 @@ def _bind_layer(name: str, impl: Any, config: Any, measure: Measure) -> ServedLa
     )
     calibrate_backend(shape, settings.backend)
     return ServedLayer(name, shape, settings.backend, own=measure(impl, shape))
+
+
+STEP, PARTS = "sparge_step", "sparge_parts"
+"""Attributes of a step's metadata: its requests, and the metadata of some of them."""
+
+
+class ServingImpl:
+    """Mixed in before an `AttentionImpl`. Subclasses say how the cache is read."""
+
+    served: ServedLayer | None = None
+
+    def reader(self, layer: Any, kv_cache: Tensor, metadata: Any) -> Callable[..., None] | None:
+        """`gather(i, key, value)` for request i; None if the cache cannot be read."""
+        raise NotImplementedError
+
+    def metadata_of(self, layer: Any, metadata: Any, chosen: Sequence[Request], at: Any) -> Any:
+        """The metadata of some requests of a step; `at` are their numbers, as a tensor."""
+        starts = list(accumulate((each.Lq for each in chosen), initial=0))
+        return replace(
+            metadata,
+            num_actual_tokens=starts[-1],
+            max_query_len=max(each.Lq for each in chosen),
+            query_start_loc=metadata.query_start_loc.new_tensor(starts),
+            max_seq_len=max(each.Lk for each in chosen),
+            seq_lens=metadata.seq_lens[at],
+            block_table=metadata.block_table[at],
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """vLLM's contract: the rows of `output` are written, and it is returned."""
+
+        def own() -> Tensor:
+            rest = (attn_metadata, output, output_scale, output_block_scale)
+            written: Tensor = super(ServingImpl, self).forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, *rest
+            )
+            return written
+
+        if attn_metadata is None:  # vLLM measures its memory
+            return own()
+        served = self.served or _unbound(layer)
+        step: Step | None = getattr(attn_metadata, STEP, None)
+        start = time.perf_counter()
+        if step is None or step.decode_only:
+            own()
+            seconds = time.perf_counter() - start
+            if step is None:
+                served.note_foreign_step(attn_metadata.num_actual_tokens, seconds)
+            else:
+                served.note_decode(len(step.requests), seconds)
+            return output
+        fused = output_scale is not None or output_block_scale is not None
+        why = PAUSED if WORKER.paused else served.why
+        why = why or why_step_not_served(attn_metadata, fused_output=fused)
+        why = why or (OTHER_KEYS if key is None else "")
+        gather = None if why else self.reader(layer, kv_cache, attn_metadata)
+        why = why or (UNKNOWN_LAYOUT if gather is None else "")
+        reasons = [DECODE if r.Lq <= 1 else why or served.why_not(r) for r in step.requests]
+        mine = [i for i, reason in enumerate(reasons) if not reason]
+        rest = [i for i, reason in enumerate(reasons) if reason and step.requests[i].Lq]
+        if not mine:
+            own()
+        elif rest:
+            self._attend_rest(layer, query, kv_cache, attn_metadata, output, step, rest)
+        others = [(step.requests[i], reasons[i]) for i in rest]
+        served.note_own(others, query.shape[1], time.perf_counter() - start)
+        if mine:
+            assert gather is not None
+            pack = make_pack(step, mine, query, key, value, gather)
+            served.attend(pack, output.view(query.shape))
+        WORKER.log_if_due()
+        return output
+
+    def _attend_rest(
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        output: Tensor,
+        step: Step,
+        rest: Sequence[int],
+    ) -> None:
+        """Some requests of a step by vLLM's attention, with metadata made once for all layers."""
+        parts = vars(metadata).setdefault(PARTS, {})
+        if tuple(rest) not in parts:
+            chosen = [step.requests[i] for i in rest]
+            at = metadata.seq_lens.new_tensor(rest).long()
+            made = self.metadata_of(layer, metadata, chosen, at)
+            parts[tuple(rest)] = (made, rows_of(chosen, query.device))
+        made, rows = parts[tuple(rest)]
+        together = isinstance(rows, slice)
+        out = (
+            output[rows]
+            if together
+            else output.new_empty(made.num_actual_tokens, *output.shape[1:])
+        )
+        arguments = (layer, query[rows], None, None, kv_cache, made, out)
+        super().forward(*arguments)  # type: ignore[misc]
+        if not together:
+            output[rows] = out
+
+
+class ServingBuilder:
+    """Mixed in before a metadata builder: describes each step, and binds the layers at the start.
+
+    A subclass's `bind` raises for settings that do not fit; that ends the start of the worker.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], config: Any, device: Any):
+        super().__init__(kv_cache_spec, layer_names, config, device)  # type: ignore[call-arg]
+        self.bind(layer_names, config)
+
+    def bind(self, layer_names: list[str], config: Any) -> None:
+        raise NotImplementedError
+
+    def seq_lens(self, common: Any) -> list[int] | None:
+        """Tokens of each request, without waiting for a device; None if they are not known."""
+        raise NotImplementedError
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
+        n = common_attn_metadata.num_reqs
+        starts = common_attn_metadata.query_start_loc_cpu[: n + 1].tolist()
+        lengths = self.seq_lens(common_attn_metadata)
+        if lengths is not None:
+            setattr(made, STEP, Step.of(starts, lengths[:n]))
+        return made
+
+
+def _unbound(layer: Any) -> ServedLayer:
+    """A layer that no builder bound is counted, and left to vLLM."""
+    name = str(getattr(layer, "layer_name", "?"))
+    return WORKER.layers.setdefault(name, ServedLayer(name, None, "auto", UNBOUND))
