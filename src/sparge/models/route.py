@@ -37,12 +37,18 @@ class SdpaCall(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    attn_mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    return_lse: bool
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `F.scaled_dot_product_attention` beside its tensors."""
+        names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -96,24 +102,9 @@ class Route:
         known = (recipe.protect for recipe in known_recipes(site.recipe))
         self.known_ranges = tuple(dict.fromkeys(ranges for ranges in known if ranges))
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        return_lse: bool = False,
-    ) -> Any:
-        """The output, or `(out, lse)`."""
-        call = SdpaCall(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
-        )
-        return self.serve(call)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output, or `(out, lse)`, of a call with the arguments of `SdpaCall`."""
+        return self.serve(SdpaCall(*args, **kwargs))
 
     def serve(self, call: SdpaCall, *, share: HeadShare | None = None) -> Any:
         """The result of a call. share: its heads, where other processes have the rest of those that
@@ -208,16 +199,8 @@ class Route:
     def run_own(self, reason: str, call: SdpaCall) -> Any:
         """The model's own attention, counted with the reason; torch's where an LSE is wanted."""
         own: Any = F.scaled_dot_product_attention if self.own is None else self.own
-        given: dict[str, Any] = {
-            "attn_mask": call.attn_mask,
-            "dropout_p": call.dropout_p,
-            "is_causal": call.is_causal,
-            "scale": call.scale,
-            "enable_gqa": call.enable_gqa,
-        }
-        own = partial(
-            _dense_with_lse if call.return_lse else own, call.query, call.key, call.value, **given
-        )
+        own = _dense_with_lse if call.return_lse else own
+        own = partial(own, call.query, call.key, call.value, **call.options)
         return self.site.run_own(reason, own, call.query, call.key, is_causal=call.is_causal)
 
 

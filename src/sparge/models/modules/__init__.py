@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -165,14 +166,7 @@ def _settings_elsewhere(sites: Mapping[str, Site]) -> Site:
 
 def _site_like(other: Site, name: str, module: nn.Module, clock: Clock) -> Site:
     """A site with the settings of another, of the same handle."""
-    site = Site(
-        name,
-        other.recipe,
-        other.backend,
-        other.measure_error,
-        left_out=other.left_out,
-        follows_clock=other.follows_clock,
-    )
+    site = replace(other, name=name)
     site.turn_to(clock.context)
     clock.sites.append(site)
     if (handle := other.holder()) is not None:

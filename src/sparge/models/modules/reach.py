@@ -75,7 +75,7 @@ def _read(module: nn.Module) -> Iterator[tuple[set[str], list[Any]]]:
     todo: list[tuple[Any, int]] = [(vars(module).get("forward", type(module).forward), 0)]
     while todo:
         function, depth = todo.pop()
-        function = inspect.unwrap(function.__func__ if _is_method(function) else function)
+        function = inspect.unwrap(getattr(function, "__func__", function))
         code = getattr(function, "__code__", None)
         if code is None or id(code) in seen or depth > DEPTH:
             continue
@@ -100,10 +100,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not set yet
         return None
-
-
-def _is_method(value: Any) -> bool:
-    return isinstance(value, MethodType)
 
 
 def _is_processor(value: Any) -> bool:
