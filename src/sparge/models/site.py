@@ -27,8 +27,7 @@ from ..values.geometry import allowed_blocks as blocks_of_head
 from ..values.recipe import Recipe
 from ..values.run import Run
 from ..values.schedule import Context
-from .report import LayerReport
-from .tally import Tally, is_sparse
+from .report import LayerReport, Tally, is_sparse
 from .ulysses import ONE_SELECTION
 
 SITE = "_sparge_site"

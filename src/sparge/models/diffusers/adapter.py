@@ -14,8 +14,7 @@ from ...values.recipe import VISION
 from ...values.schedule import Schedule
 from ..adapters import Attached, Found
 from ..clock import Clock
-from ..own_attention import CROSS
-from ..route import Route
+from ..route import CROSS, Route
 from ..site import Site
 from ..tokens import Tokens
 from .backend import (

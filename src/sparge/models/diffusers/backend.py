@@ -20,7 +20,7 @@ from diffusers.models import attention_dispatch as dispatch
 from torch import Tensor, nn
 
 from ...values.recipe import DEFAULT
-from ..modules.reach import SDPA
+from ..modules import SDPA
 from ..route import Intercept, Route, SdpaCall, running
 from ..site import Site
 from .context_parallel import attend_parallel, heads_last

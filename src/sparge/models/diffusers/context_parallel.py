@@ -28,8 +28,7 @@ from diffusers.models import attention_dispatch as dispatch
 from torch import Tensor
 
 from ...values.recipe import Recipe, recipe_with_protected
-from ..own_attention import GRADIENT, wants_gradient
-from ..route import Route, SdpaCall
+from ..route import GRADIENT, Route, SdpaCall, wants_gradient
 from ..tokens import Placed, TokenMap, absolute_ranges, ranges_of
 from ..ulysses import (
     GATHERED,
