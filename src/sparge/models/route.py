@@ -276,13 +276,8 @@ def _dense_with_lse(
     return attention(query, key, value, **given, enable_gqa=shared, backend=DENSE, return_lse=True)
 
 
-class _InThread(threading.local):
-    busy = False
-    route: Route | None = None
-
-
-class _Tracing:
-    """In place of the above while a graph is traced, which cannot read a thread's own values."""
+class _Running:
+    """busy: a route serves an intercepted call. route: of a processor that is running."""
 
     def __init__(self) -> None:
         # Of the instance from the start: a graph compares where an attribute is.
@@ -290,12 +285,15 @@ class _Tracing:
         self.route: Route | None = None
 
 
-_in_thread, _tracing = _InThread(), _Tracing()
+class _InThread(_Running, threading.local): ...
 
 
-def running() -> Any:
-    """What this thread, or the graph that is traced, is about: `busy` while a route serves an
-    intercepted call, and the `route` of a processor that is running."""
+_in_thread, _tracing = _InThread(), _Running()
+
+
+def running() -> _Running:
+    """What this thread is about, or the graph that is traced, which cannot read what a thread has
+    of its own."""
     return _tracing if torch.compiler.is_compiling() else _in_thread
 
 

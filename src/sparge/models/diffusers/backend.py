@@ -109,7 +109,7 @@ def _backend(route_of: Callable[[], Route]) -> Callable[..., Tensor]:
 
 def _running() -> Route:
     """The route of the processor that is running."""
-    route: Route | None = running().route
+    route = running().route
     assert route is not None, "an accelerated processor sets its route"
     return route
 
