@@ -13,7 +13,7 @@ from ...reorder.orders import HILBERT
 from ...values.recipe import VISION
 from ...values.schedule import Schedule
 from ..adapters import Attached, Found
-from ..clock import Clock
+from ..clock import Clock, SchedulerClock
 from ..route import CROSS, Route
 from ..site import Site
 from ..tokens import Tokens
@@ -28,7 +28,6 @@ from .backend import (
     register,
 )
 from .models import GRIDS, IN_UNET, IN_UNETS, RULES, UNETS, GridsById, Rule
-from .scheduler_clock import SchedulerClock
 from .stack import Stack
 
 NOT_A_DENOISER = "only denoisers are accelerated"
