@@ -158,7 +158,7 @@ def rank_by_name(rank, world):
         split(model, world)
         out = logits(model, part(given, rank, world))
     found = {"dense": error(out, dense, rank, world), "recipes": [run.recipe for run in runs]}
-    from sparge.models.transformers.attention_function import attention_forward
+    from sparge.models.transformers.adapter import attention_forward
     from sparge.support.errors import Unsupported
 
     q = torch.randn(1, 4 // world, L, 16)

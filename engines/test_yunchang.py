@@ -200,7 +200,7 @@ def test_settings_are_checked_at_once():
         AttentionProcessor(0.5)
     with pytest.raises(ValueError, match="backend must be one of auto"):
         AttentionProcessor(backend="gpu")
-    from sparge.models.yunchang import _ring_contiguous
+    from sparge.models.yunchang import _ring
 
     with pytest.raises(TypeError, match="attn_processor must be a sparge"):
-        _ring_contiguous(*whole(), attn_processor=None)
+        _ring(*whole(), layout="contiguous", attn_processor=None)

@@ -12,7 +12,7 @@ import sparge
 import tiny_models as tiny
 from accelerators import host_activity, packed_call, pretend_stream
 from sparge import KeepFraction, Recipe
-from sparge.models.tally import MOST_UNREAD, Tally
+from sparge.models.report import MOST_UNREAD, Tally
 from tiny_models import ids_of, padded
 
 SPARSE = Recipe(KeepFraction(0.5), precision="exact")

@@ -26,8 +26,7 @@ from diffusers import (
 
 import sparge
 from sparge import KeepFraction, Recipe, Schedule
-from sparge.models.clock import Clock
-from sparge.models.diffusers.scheduler_clock import SchedulerClock
+from sparge.models.clock import Clock, SchedulerClock
 from sparge.values.schedule import Context
 from tiny_denoiser_parts import SAME, SPARSE, assert_same
 from tiny_pipelines import TinyPipeline, cogvideox, flux, stable_diffusion, wan

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import sparge
-import sparge.models.transformers.attention_function as adapter
+import sparge.models.transformers.adapter as adapter
 import tiny_models as tiny
 from sparge.models import Site
 from tiny_models import ids_of, padded

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..engine.check import check_recipe
 from ..reorder import check_order
-from ..routing import AUTO, DENSE, backends
+from ..routing import AUTO
 from ..values.profile import Profile
 from ..values.recipe import DEFAULT, VISION, Recipe
 from ..values.schedule import Context, Schedule
@@ -20,7 +20,7 @@ from .adapters import Adapter, Attached, Found, find_adapter, register_adapter, 
 from .clock import schedule_recipes
 from .handle import Handle, replaced_handles
 from .report import LayerReport, Report, StepReport
-from .site import RecipeOf, Site
+from .site import RecipeOf, Site, check_backend
 from .tokens import Grid, GridOf, check_grid_option
 
 __all__ = [
@@ -83,14 +83,13 @@ def accelerate(
     that no adapter takes, with the reason of each.
     """
     adapter, found = find_adapter(model, cross_attention=bool(cross_attention))
-    known = (AUTO, DENSE, *(each.name for each in backends()))
-    if backend not in known:
-        raise ValueError(f"backend must be one of {', '.join(known)}; got {backend!r}")
+    check_backend(backend)
     if recipe is not None and profile is not None:
         raise ValueError("give a recipe or a profile, not both; a profile has a recipe per layer")
     tuned = None if profile is None else _open_profile(profile)
     if tuned is not None and found.defaults:
-        schedule, order = _tuned_with(tuned, schedule, order)
+        schedule = tuned.schedule if schedule is None else schedule
+        order = tuned.calibration.get("order") if order is None else order
     options = _options(
         adapter,
         found,
@@ -187,15 +186,6 @@ def _open_profile(profile: Any) -> Profile:
         came = type(profile).__name__
         raise TypeError(f"profile must be a sparge.Profile or its file, got {came}")
     return tuned
-
-
-def _tuned_with(
-    tuned: Profile, schedule: Schedule | None, order: str | None
-) -> tuple[Schedule | None, str | None]:
-    """Schedule and order as given, or else those that a profile of a pipeline was tuned with."""
-    facts = tuned.calibration
-    schedule = tuned.schedule if schedule is None else schedule
-    return schedule, facts.get("order") if order is None else order
 
 
 def _recipes_of_profile(

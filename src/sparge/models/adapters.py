@@ -27,10 +27,6 @@ class Found:
     pipeline: Any = None
 
 
-def no_notes() -> tuple[str, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Attached:
     """The way back of an attached model.
@@ -40,7 +36,7 @@ class Attached:
 
     undo: Callable[[], None]
     clock: Clock | None = None
-    notes: Callable[[], Sequence[str]] = no_notes
+    notes: Callable[[], Sequence[str]] = tuple
 
 
 class Adapter(Protocol):

@@ -20,15 +20,63 @@ from torch.overrides import TorchFunctionMode
 
 from ..api.attention import attention
 from ..routing import DENSE
+from ..values.geometry import MAX_HEAD_DIM
 from ..values.recipe import Recipe
 from .clock import known_recipes
-from .own_attention import why_own
 from .site import Site
 from .tokens import OpenRanges, Placed, Ranges, Tokens, check_ranges, protected_ranges
 from .ulysses import HeadShare
 
 Own = Callable[..., Tensor]
 """The model's own attention, with the arguments of `F.scaled_dot_product_attention`."""
+CROSS = "cross-attention: its keys are of other tokens than its queries"
+ONE_QUERY = "one query (decode): dense attention is faster"
+GRADIENT = "a gradient is wanted: torch's own is faster; sparge runs under no_grad"
+
+
+def wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def why_own(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    left_out: str,
+    dropout: float = 0.0,
+    shared_heads: bool = True,
+    cross: bool = True,
+    lengths: tuple[int, int] | None = None,
+) -> str:
+    """Why the model's own attention must run a call, or "".
+
+    left_out: why the settings leave this call dense, or "". shared_heads: several query heads may
+    share a key head. cross: attention to other tokens is served, too. lengths: of the queries and
+    of the keys, where the tensors are parts of them.
+    """
+    if left_out:
+        return left_out
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return f"tensors of {query.dim()} dimensions; sparge takes 4: [B, H, L, D]"
+    if query.shape[0] != key.shape[0] or key.shape[0] != value.shape[0]:
+        return "a batch of keys that is broadcast"
+    heads = {key.shape[1], value.shape[1]}
+    if not shared_heads and heads not in ({query.shape[1]}, {1}):
+        return "heads that are broadcast"
+    Lq, Lk = (query.shape[2], key.shape[2]) if lengths is None else lengths
+    if Lq != Lk and not cross:
+        return CROSS
+    if dropout > 0.0:
+        return f"dropout {dropout}: sparge has none"
+    if Lq == 1:
+        return ONE_QUERY
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return "an empty tensor"
+    if wants_gradient(query, key, value):
+        return GRADIENT
+    head_dim = max(query.shape[3], value.shape[3])
+    return f"head dim {head_dim} is over {MAX_HEAD_DIM}" if head_dim > MAX_HEAD_DIM else ""
 
 
 class SdpaCall(NamedTuple):
@@ -37,12 +85,18 @@ class SdpaCall(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    attn_mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    return_lse: bool
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `F.scaled_dot_product_attention` beside its tensors."""
+        names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -96,24 +150,9 @@ class Route:
         known = (recipe.protect for recipe in known_recipes(site.recipe))
         self.known_ranges = tuple(dict.fromkeys(ranges for ranges in known if ranges))
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        return_lse: bool = False,
-    ) -> Any:
-        """The output, or `(out, lse)`."""
-        call = SdpaCall(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
-        )
-        return self.serve(call)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output, or `(out, lse)`, of a call with the arguments of `SdpaCall`."""
+        return self.serve(SdpaCall(*args, **kwargs))
 
     def serve(self, call: SdpaCall, *, share: HeadShare | None = None) -> Any:
         """The result of a call. share: its heads, where other processes have the rest of those that
@@ -208,16 +247,8 @@ class Route:
     def run_own(self, reason: str, call: SdpaCall) -> Any:
         """The model's own attention, counted with the reason; torch's where an LSE is wanted."""
         own: Any = F.scaled_dot_product_attention if self.own is None else self.own
-        given: dict[str, Any] = {
-            "attn_mask": call.attn_mask,
-            "dropout_p": call.dropout_p,
-            "is_causal": call.is_causal,
-            "scale": call.scale,
-            "enable_gqa": call.enable_gqa,
-        }
-        own = partial(
-            _dense_with_lse if call.return_lse else own, call.query, call.key, call.value, **given
-        )
+        own = _dense_with_lse if call.return_lse else own
+        own = partial(own, call.query, call.key, call.value, **call.options)
         return self.site.run_own(reason, own, call.query, call.key, is_causal=call.is_causal)
 
 
@@ -245,13 +276,8 @@ def _dense_with_lse(
     return attention(query, key, value, **given, enable_gqa=shared, backend=DENSE, return_lse=True)
 
 
-class _InThread(threading.local):
-    busy = False
-    route: Route | None = None
-
-
-class _Tracing:
-    """In place of the above while a graph is traced, which cannot read a thread's own values."""
+class _Running:
+    """busy: a route serves an intercepted call. route: of a processor that is running."""
 
     def __init__(self) -> None:
         # Of the instance from the start: a graph compares where an attribute is.
@@ -259,12 +285,15 @@ class _Tracing:
         self.route: Route | None = None
 
 
-_in_thread, _tracing = _InThread(), _Tracing()
+class _InThread(_Running, threading.local): ...
 
 
-def running() -> Any:
-    """What this thread, or the graph that is traced, is about: `busy` while a route serves an
-    intercepted call, and the `route` of a processor that is running."""
+_in_thread, _tracing = _InThread(), _Running()
+
+
+def running() -> _Running:
+    """What this thread is about, or the graph that is traced, which cannot read what a thread has
+    of its own."""
     return _tracing if torch.compiler.is_compiling() else _in_thread
 
 

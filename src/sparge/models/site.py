@@ -22,13 +22,13 @@ from ..api.attention import attention_and_run
 from ..api.varlen import attend_packed
 from ..engine.execute_varlen import sequence
 from ..engine.recording import GRAPH_LISTENERS
-from ..routing import AUTO
+from ..routing import AUTO, DENSE, backends
 from ..values.geometry import allowed_blocks as blocks_of_head
 from ..values.recipe import Recipe
 from ..values.run import Run
 from ..values.schedule import Context
-from .report import LayerReport
-from .tally import Tally, is_sparse
+from .report import LayerReport, Tally, is_sparse
+from .ulysses import ONE_SELECTION
 
 SITE = "_sparge_site"
 """The attribute of a module that holds its site."""
@@ -51,6 +51,12 @@ def inside(handle: object, context: Context) -> Iterator[None]:
         yield
     finally:
         _contexts.reset(token)
+
+
+def check_backend(backend: str) -> None:
+    known = (AUTO, DENSE, *(each.name for each in backends()))
+    if backend not in known:
+        raise ValueError(f"backend must be one of {', '.join(known)}; got {backend!r}")
 
 
 def site_of(module: nn.Module) -> Site | None:
@@ -213,6 +219,30 @@ class Site:
             for one, part, made in zip(sequences, run.parts, outs, strict=True):
                 assert one.value is not None
                 self._measure(part, one.query, one.key, one.value, made, arguments)
+        return out, lse
+
+    def attend_ring(
+        self, query: Tensor, key: Tensor, value: Tensor, *, recipe: Recipe, **arguments: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """`sparge.parallel.ring_attention` in the same way, of this process' part of a sequence.
+
+        Returns the output and its LSE, if wanted. Not tapped or measured: no process has it all.
+        """
+        from ..parallel.ring import ring_attention_and_run
+
+        out, lse, run = ring_attention_and_run(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            **arguments,
+            recipe=recipe,
+            backend=self.backend,
+            label=self.label,
+            recorded=self.is_open,
+        )
+        if run is not None and self.is_open:
+            self.note(run)
+        self.tally.add_parallel(ONE_SELECTION)
         return out, lse
 
     def _measure(

@@ -77,10 +77,8 @@ class Tokens:
         """The tokens of an attention call over L of them."""
         if self.map is not None:
             return self.map if self.map.start(L) is not None else None
-        if callable(self.grid):
-            grid = self.grid(L)
-            return None if grid is None else _matching(grid, L)
-        return None if self.grid is None else _matching(self.grid, L)
+        grid = self.grid(L) if callable(self.grid) else self.grid
+        return None if grid is None else _matching(grid, L)
 
     def place(self, L: int) -> Placed | None:
         """The visual tokens among L of an attention call, in their order; None without any."""

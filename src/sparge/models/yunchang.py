@@ -14,16 +14,17 @@ rings take no processor.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..routing import AUTO, DENSE, backends
+from ..routing import AUTO
 from ..values.recipe import DEFAULT, Recipe
 from .report import Report
-from .site import Site
-from .ulysses import ONE_SELECTION, PER_CHUNK, ULYSSES, share_heads
+from .site import Site, check_backend
+from .ulysses import PER_CHUNK, ULYSSES, share_heads
 
 CONTIGUOUS, ZIGZAG = "sparge", "sparge_zigzag"
 """The names of our rings among yunchang's, by how a sequence is dealt out."""
@@ -45,14 +46,16 @@ class AttentionProcessor:
         name: str = "yunchang",
         ulysses_group: Any = None,
     ) -> None:
-        known = (AUTO, DENSE, *(each.name for each in backends()))
-        if backend not in known:
-            raise ValueError(f"backend must be one of {', '.join(known)}; got {backend!r}")
+        check_backend(backend)
         recipe = DEFAULT if recipe is None else recipe
         if type(recipe) is not Recipe:
             raise TypeError(f"recipe must be a sparge.Recipe, got {type(recipe).__name__}")
         self.recipe, self.ulysses_group = recipe, ulysses_group
         self._site = Site(name, recipe, backend)
+        self._site.open(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self._site.open(self)
 
     def __call__(
@@ -99,20 +102,17 @@ class AttentionProcessor:
         *,
         group: Any,
         layout: str = "contiguous",
-        dropout_p: float = 0.0,
         softmax_scale: float | None = None,
         causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float | None = 0.0,
-        alibi_slopes: Tensor | None = None,
-        return_attn_probs: bool = False,
+        **refused: Any,
     ) -> Tensor:
-        """This process' part of the sequence, `[B, L, H, D]`; one selection over all parts."""
-        from ..parallel.ring import ring_attention_and_run
+        """This process' part of the sequence, `[B, L, H, D]`; one selection over all parts.
 
-        _check((q, k, v), dropout_p, window_size, softcap, alibi_slopes, return_attn_probs)
-        query, key, value = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        out, _, run = ring_attention_and_run(
+        refused: other arguments of a call, which must have their defaults.
+        """
+        _check((q, k, v), **refused)
+        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+        out, _ = self._site.attend_ring(
             query,
             key,
             value,
@@ -122,13 +122,7 @@ class AttentionProcessor:
             enable_gqa=query.shape[1] != key.shape[1],
             layout=layout,
             recipe=self._recipe_of(query.shape[1]),
-            backend=self._site.backend,
-            label=self._site.label,
-            recorded=True,
         )
-        if run is not None:
-            self._site.note(run)
-        self._site.tally.add_parallel(ONE_SELECTION)
         return out.transpose(1, 2).contiguous()
 
     def report(self) -> Report:
@@ -149,24 +143,16 @@ def register() -> None:
     """
     from yunchang.hybrid.utils import RING_IMPL_DICT
 
-    RING_IMPL_DICT[CONTIGUOUS] = _ring_contiguous
-    RING_IMPL_DICT[ZIGZAG] = _ring_zigzag
-
-
-def _ring_contiguous(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    return _ring(q, k, v, "contiguous", **given)
-
-
-def _ring_zigzag(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    return _ring(q, k, v, "zigzag", **given)
+    RING_IMPL_DICT[CONTIGUOUS] = partial(_ring, layout="contiguous")
+    RING_IMPL_DICT[ZIGZAG] = partial(_ring, layout="zigzag")
 
 
 def _ring(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: str,
     *,
+    layout: str,
     attn_processor: Any = None,
     attn_type: Any = None,
     deterministic: bool = False,
@@ -182,11 +168,11 @@ def _ring(
 
 def _check(
     qkv: tuple[Tensor, Tensor, Tensor],
-    dropout_p: float,
-    window_size: tuple[int, int],
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    return_attn_probs: bool,
+    dropout_p: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_attn_probs: bool = False,
 ) -> None:
     """Refuse what sparge does not compute, before any work."""
     for name, given, needed in (

@@ -169,7 +169,7 @@ class _Tracer:
 
 def _sparse_steps(scheduler: Any, schedule: Schedule) -> list[int]:
     """The steps of a scheduler's run that a schedule does not leave dense."""
-    from sparge.models.diffusers.scheduler_clock import context_of
+    from sparge.models.clock import context_of
 
     begin = getattr(scheduler, "begin_index", None) or 0
     found = []

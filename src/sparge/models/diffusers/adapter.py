@@ -13,9 +13,8 @@ from ...reorder.orders import HILBERT
 from ...values.recipe import VISION
 from ...values.schedule import Schedule
 from ..adapters import Attached, Found
-from ..clock import Clock
-from ..own_attention import CROSS
-from ..route import Route
+from ..clock import Clock, SchedulerClock
+from ..route import CROSS, Route
 from ..site import Site
 from ..tokens import Tokens
 from .backend import (
@@ -29,7 +28,6 @@ from .backend import (
     register,
 )
 from .models import GRIDS, IN_UNET, IN_UNETS, RULES, UNETS, GridsById, Rule
-from .scheduler_clock import SchedulerClock
 from .stack import Stack
 
 NOT_A_DENOISER = "only denoisers are accelerated"
@@ -177,17 +175,14 @@ def _is_cross(name: str, module: Any, rule: Rule | None) -> bool:
     """Attention to other tokens than its own, such as a text that is not in the sequence."""
     if rule is not None and name.rpartition(".")[2] in rule.cross:
         return True
-    if getattr(module, "added_kv_proj_dim", None) is not None and _is_joint(module):
+    joint = ("added_kv_proj_dim", "add_q_proj")
+    if all(getattr(module, each, None) is not None for each in joint):
         return False
     stated = getattr(module, "is_cross_attention", None)
     if isinstance(stated, bool):
         return stated
     own, other = getattr(module, "query_dim", None), getattr(module, "cross_attention_dim", None)
     return other is not None and other != own
-
-
-def _is_joint(module: Any) -> bool:
-    return getattr(module, "add_q_proj", None) is not None
 
 
 def stacks_of(model: nn.Module, new_tokens: Callable[[], Tokens]) -> list[Stack]:

@@ -20,7 +20,7 @@ from diffusers.models import attention_dispatch as dispatch
 from torch import Tensor, nn
 
 from ...values.recipe import DEFAULT
-from ..modules.reach import SDPA
+from ..modules import SDPA
 from ..route import Intercept, Route, SdpaCall, running
 from ..site import Site
 from .context_parallel import attend_parallel, heads_last
@@ -32,7 +32,8 @@ PARALLEL = "_parallel_config"
 _ROUTE, _INTERCEPT, _OWN = "_sparge_route", "_sparge_intercept", "_sparge_own"
 
 _ANYWHERE = Route(Site('set_attention_backend("sparge")', DEFAULT))
-"""For a model that chose the name itself and was not accelerated."""
+"""For a model that chose the name itself and was not accelerated: self- and joint attention is
+sparse, by the default recipe."""
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def routed(route: Route) -> Iterator[None]:
 def register() -> None:
     """Make both names known to diffusers; harmless to repeat."""
     registry = dispatch._AttentionBackendRegistry
-    for value, route_of in ((NAME, _anywhere), (RELAY, _running)):
+    for value, route_of in ((NAME, lambda: _ANYWHERE), (RELAY, _running)):
         if value not in {each.value for each in dispatch.AttentionBackendName}:
             registry.register(
                 _add_member(value),
@@ -106,14 +107,9 @@ def _backend(route_of: Callable[[], Route]) -> Callable[..., Tensor]:
     return attend
 
 
-def _anywhere() -> Route:
-    """Self- and joint attention sparse, by the default recipe."""
-    return _ANYWHERE
-
-
 def _running() -> Route:
     """The route of the processor that is running."""
-    route: Route | None = running().route
+    route = running().route
     assert route is not None, "an accelerated processor sets its route"
     return route
 
@@ -175,34 +171,18 @@ def own_backend(processor: Any) -> Any:
 
 @functools.cache
 def _accelerated_class(kind: Any, how: str) -> Any:
-    call = _dispatched(kind) if how == "dispatch" else _intercepted(kind)
-    members: dict[str, Any] = {"__call__": call, "__reduce_ex__": _reduce}
-    if how == "dispatch":
-        # `set_attention_backend` sets what dense parts use; it must not switch sparge off.
-        members[BACKEND] = property(_get_backend, _set_backend)
-    return type(f"Sparge{kind.__name__}", (kind,), members)
+    dispatches = how == "dispatch"
 
-
-def _dispatched(kind: Any) -> Any:
     @functools.wraps(kind.__call__)  # keeps the signature
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with routed(self._sparge_route):
+        with routed(self._sparge_route) if dispatches else self._sparge_intercept:
             return kind.__call__(self, *args, **kwargs)
 
-    return call
-
-
-def _intercepted(kind: Any) -> Any:
-    @functools.wraps(kind.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._sparge_intercept:
-            return kind.__call__(self, *args, **kwargs)
-
-    return call
-
-
-def _get_backend(self: Any) -> Any:
-    return relay_member()
+    members: dict[str, Any] = {"__call__": call, "__reduce_ex__": _reduce}
+    if dispatches:
+        # `set_attention_backend` sets what dense parts use; it must not switch sparge off.
+        members[BACKEND] = property(lambda self: relay_member(), _set_backend)
+    return type(f"Sparge{kind.__name__}", (kind,), members)
 
 
 def _set_backend(self: Any, backend: Any) -> None:

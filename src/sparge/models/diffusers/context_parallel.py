@@ -18,6 +18,7 @@ queries over the keys of all, which diffusers' ring gathers in full, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,12 +28,10 @@ from diffusers.models import attention_dispatch as dispatch
 from torch import Tensor
 
 from ...values.recipe import Recipe, recipe_with_protected
-from ..own_attention import GRADIENT, wants_gradient
-from ..route import Route, SdpaCall
+from ..route import GRADIENT, Route, SdpaCall, wants_gradient
 from ..tokens import Placed, TokenMap, absolute_ranges, ranges_of
 from ..ulysses import (
     GATHERED,
-    ONE_SELECTION,
     ULYSSES,
     HeadShare,
     Shards,
@@ -61,14 +60,15 @@ def attend_parallel(route: Route, call: SdpaCall, config: Any) -> Any:
     split = config.context_parallel_config
     if split.ring_degree > 1:
         return attend_ring(route, call, split)
-    between = _Ulysses(route, split, heads=call.query.shape[2], local=call.query.shape[1])
+    share = share_heads(call.query.shape[2], split._ulysses_local_rank, split.ulysses_degree)
+    serve = partial(_serve_heads, route, split, share, call.query.shape[1])
     result = dispatch._templated_context_parallel_attention(
         call.query,
         call.key,
         call.value,
-        **_arguments(call),
+        **call.options,
         return_lse=call.return_lse,
-        forward_op=between.forward,
+        forward_op=serve,
         backward_op=_no_backward,
         _parallel_config=config,
     )
@@ -80,16 +80,10 @@ def _own_parallel(route: Route, call: SdpaCall, config: Any) -> Any:
     """diffusers' own parallel attention, counted, which has a gradient for some backends."""
     own: Any = route.own
     backend = dispatch.AttentionBackendName.NATIVE if own is None else own.now()
-    given = {**_arguments(call), "backend": backend, "parallel_config": config}
+    given = {**call.options, "backend": backend, "parallel_config": config}
     out = dispatch.dispatch_attention_fn(call.query, call.key, call.value, **given)
     route.site.note_own(GRADIENT, 0.0, 0)
     return out
-
-
-def _arguments(call: SdpaCall) -> dict[str, Any]:
-    """The arguments of diffusers' attention besides its tensors."""
-    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    return {name: getattr(call, name) for name in names}
 
 
 def _no_backward(*_: Any, **__: Any) -> Any:
@@ -145,47 +139,31 @@ def heads_last(result: Any) -> Any:
 # --- Ulysses ------------------------------------------------------------------------------------
 
 
-class _Ulysses:
-    """The attention of one call between the two exchanges of Ulysses."""
+def _serve_heads(
+    route: Route, split: Any, share: HeadShare, local: int, _: Any, *given: Any, **__: Any
+) -> Any:
+    """The attention of one call between the two exchanges of Ulysses: the whole sequence and this
+    process' heads.
 
-    def __init__(self, route: Route, split: Any, *, heads: int, local: int) -> None:
-        self.route, self.local = route, local
-        self.world, self.rank = split.ulysses_degree, split._ulysses_local_rank
-        self.share = share_heads(heads, self.rank, self.world)
-
-    def forward(
-        self,
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        return_lse: bool = False,
-        _save_ctx: bool = True,
-        _parallel_config: Any = None,
-    ) -> Any:
-        """The whole sequence and this process' heads: tensors `[B, L, H, D]`."""
-        Lq, Lk = query.shape[1], key.shape[1]
-        mask = mask_of_heads(attn_mask, self.share, Lq, Lk)
-        query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
-        call = SdpaCall(
-            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, return_lse
-        )
-        shards = split_of(self.route, Lq, self.world) if Lq == Lk else None
-        if shards is not None and shards.held_by(self.rank, self.rank + 1) != self.local:
-            return heads_last(self.route.run_own(UNKNOWN_SPLIT, call))
-        if shards is None or shards.in_order:
-            return heads_last(self.route.serve(call, share=self.share))
-        index = to_sequence(shards, query.device)
-        query, key, value = (x.index_select(2, index) for x in (query, key, value))
-        mask = _in_order(mask, index)
-        call = call._replace(query=query, key=key, value=value, attn_mask=mask)
-        result = self.route.serve(call, share=self.share)
-        return heads_last(rows_of(result, to_sequence(shards, query.device, back=True)))
+    local: tokens of this process. given: as in `SdpaCall`, with tensors `[B, L, H, D]`.
+    """
+    world, rank = split.ulysses_degree, split._ulysses_local_rank
+    call = SdpaCall(*given)
+    Lq, Lk = call.query.shape[1], call.key.shape[1]
+    mask = mask_of_heads(call.attn_mask, share, Lq, Lk)
+    query, key, value = (x.permute(0, 2, 1, 3) for x in (call.query, call.key, call.value))
+    call = call._replace(query=query, key=key, value=value, attn_mask=mask)
+    shards = split_of(route, Lq, world) if Lq == Lk else None
+    if shards is not None and shards.held_by(rank, rank + 1) != local:
+        return heads_last(route.run_own(UNKNOWN_SPLIT, call))
+    if shards is None or shards.in_order:
+        return heads_last(route.serve(call, share=share))
+    index = to_sequence(shards, query.device)
+    query, key, value = (x.index_select(2, index) for x in (query, key, value))
+    mask = _in_order(mask, index)
+    call = call._replace(query=query, key=key, value=value, attn_mask=mask)
+    result = route.serve(call, share=share)
+    return heads_last(rows_of(result, to_sequence(shards, query.device, back=True)))
 
 
 def _in_order(mask: Tensor | None, index: Tensor) -> Tensor | None:
@@ -251,7 +229,6 @@ def attend_ring(route: Route, call: SdpaCall, split: Any) -> Any:
         route.site.tally.add_parallel(GATHERED)
     else:
         result = _select_once(route, call, recipe, shards, ring)
-        route.site.tally.add_parallel(ONE_SELECTION)
     result = heads_last(result)
     out, lse = result if call.return_lse else (result, None)
     if degree > 1:
@@ -263,9 +240,7 @@ def attend_ring(route: Route, call: SdpaCall, split: Any) -> Any:
 def _select_once(
     route: Route, call: SdpaCall, recipe: Recipe, shards: Shards | None, ring: _Ring
 ) -> Any:
-    from ...parallel.ring import ring_attention_and_run
-
-    site, back = route.site, None
+    back = None
     query, key, value = call.query, call.key, call.value
     if shards is not None:
         L = sum(shards.streams)
@@ -275,20 +250,8 @@ def _select_once(
             index = order_within(shards, *ring.span, placed, query.device, back=False)
             back = order_within(shards, *ring.span, placed, query.device, back=True)
             query, key, value = (x.index_select(2, index) for x in (query, key, value))
-    out, lse, run = ring_attention_and_run(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        group=ring.group,
-        scale=call.scale,
-        recipe=recipe,
-        backend=site.backend,
-        return_lse=call.return_lse,
-        label=site.label,
-        recorded=site.is_open,
-    )
-    if run is not None and site.is_open:
-        site.note(run)
+    given = {"group": ring.group, "scale": call.scale, "return_lse": call.return_lse}
+    out, lse = route.site.attend_ring(query, key, value, recipe=recipe, **given)
     result = (out, lse) if call.return_lse else out
     return result if back is None else rows_of(result, back)
 

@@ -14,7 +14,7 @@ from math import isqrt, prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..tokens import Grid, TokenMap
 
@@ -157,7 +157,7 @@ def _nothing() -> None: ...
 
 
 GRIDS = "_sparge_grids"
-"""The attribute of a denoiser that holds its `GridsById`."""
+"""The attribute of a denoiser that holds its `GridsById`, which is forgotten with it."""
 
 
 class GridsById:
@@ -197,16 +197,12 @@ def _read_grid(ids: Tensor) -> Grid:
     return (1, H, W) if row_major else (1, 1, n)
 
 
-def grids_of(model: nn.Module) -> GridsById:
-    """Kept with the model, and forgotten with it; not copied with it."""
-    return vars(model)[GRIDS]
-
-
 def _flux(model: Any, given: ForwardArguments) -> TokenMap | str:
     if given.get("kv_cache") is not None or given.get("kv_cache_mode") is not None:
         return "it keeps keys of reference pictures in a cache"
     text = given["encoder_hidden_states"].shape[1]
-    return TokenMap(grids_of(model).grid_of(given["img_ids"]), before=text, after=None)
+    grids: GridsById = vars(model)[GRIDS]
+    return TokenMap(grids.grid_of(given["img_ids"]), before=text, after=None)
 
 
 FLUX = Rule(

@@ -1,16 +1,17 @@
 """Blocks of a denoiser, hooked: what its tokens are, and their permutation once for all blocks.
 
-All hooks are objects with plain attributes, which compiled graphs trace and copies of a model
-carry along.
+All hooks are methods of a stack, which has plain attributes: compiled graphs trace them, and copies
+of a model carry them along.
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..site import Site
 from ..tokens import Placed, TokenMap, Tokens
@@ -57,20 +58,20 @@ class Stack:
 
     def hook(self) -> list[Any]:
         """Register all hooks; returns their handles."""
-        handles = [self.model.register_forward_pre_hook(Entry(self), with_kwargs=True)]
+        handles = [self.model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         if not self.may_permute:
             return handles
         for i, block in enumerate(self.blocks):
-            names = _parameters(block)
+            permute = partial(self._permute, i, _parameters(block))
             handles += [
-                block.register_forward_pre_hook(BlockEntry(self, i, names), with_kwargs=True),
-                block.register_forward_hook(BlockExit(self, i)),
+                block.register_forward_pre_hook(permute, with_kwargs=True),
+                block.register_forward_hook(partial(self._restore, i)),
             ]
         return handles
 
-    def begin(self, given: ForwardArguments) -> None:
-        """A forward pass begins, with these arguments."""
-        tokens = self.tokens
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the denoiser runs: what its tokens are."""
+        given, tokens = _by_name(self.names, args, kwargs), self.tokens
         tokens.permuted, tokens.map, tokens.why_own, self.placed = False, None, "", None
         self.rotary = (None, None)
         found = self.rule.tokens(self.model, given)
@@ -94,6 +95,40 @@ class Stack:
             and not _is_split(self.model)
         )
 
+    def _permute(
+        self, i: int, names: list[str], module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before block i runs: its tokens and the tables of their positions, permuted."""
+        if not self.once or not self.first <= i <= self.last:
+            return None
+        changes: dict[str, Any] = {}
+        given = _by_name(names, args, kwargs)
+        if i == self.first:
+            found = self.tokens.map
+            assert found is not None
+            # Blocks get visual tokens alone; text comes apart from them. What stands behind the
+            # grid, such as a reference picture, stays where it is.
+            self.placed = Placed(found.grid, 0, self.tokens.order)
+            self.tokens.permuted = True
+            changes["hidden_states"] = self.placed.reorder(given["hidden_states"], dim=1)
+        for name in self.rule.rotary:
+            if given.get(name) is not None:
+                changes[name] = _reordered_rotary(self, given[name], given)
+        listed = tuple(changes.get(name, x) for name, x in zip(names, args, strict=False))
+        return listed, {name: changes.get(name, x) for name, x in kwargs.items()}
+
+    def _restore(self, i: int, module: nn.Module, args: Any, result: Any) -> Any:
+        """After block i ran: its tokens restored, if it is the last one."""
+        if not self.tokens.permuted or i != self.last or self.placed is None:
+            return None
+        self.tokens.permuted = False
+        at = self.rule.result
+        if at is None:
+            return self.placed.restore(result, dim=1)
+        parts = list(result)
+        parts[at] = self.placed.restore(parts[at], dim=1)
+        return tuple(parts)
+
     def _checked(self, found: TokenMap) -> TokenMap:
         """The map of this pass, in which a grid that was given must be the model's."""
         grid = self.tokens.grid
@@ -106,62 +141,6 @@ class Stack:
         )
 
 
-class Entry:
-    """Before the denoiser runs."""
-
-    def __init__(self, stack: Stack) -> None:
-        self.stack = stack
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.stack.begin(_by_name(self.stack.names, args, kwargs))
-
-
-class BlockEntry:
-    """Before a block runs: its tokens and the tables of their positions, permuted."""
-
-    def __init__(self, stack: Stack, index: int, names: list[str]) -> None:
-        self.stack, self.index, self.names = stack, index, names
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        stack, i = self.stack, self.index
-        if not stack.once or not stack.first <= i <= stack.last:
-            return None
-        changes: dict[str, Any] = {}
-        given = _by_name(self.names, args, kwargs)
-        if i == stack.first:
-            hidden = given["hidden_states"]
-            found = stack.tokens.map
-            assert found is not None
-            # Blocks get visual tokens alone; text comes apart from them. What stands behind the
-            # grid, such as a reference picture, stays where it is.
-            stack.placed = Placed(found.grid, 0, stack.tokens.order)
-            stack.tokens.permuted = True
-            changes["hidden_states"] = stack.placed.reorder(hidden, dim=1)
-        for name in stack.rule.rotary:
-            if given.get(name) is not None:
-                changes[name] = _reordered_rotary(stack, given[name], given)
-        return _with_changes(self.names, args, kwargs, changes)
-
-
-class BlockExit:
-    """After a block ran: its tokens restored, if it is the last one."""
-
-    def __init__(self, stack: Stack, index: int) -> None:
-        self.stack, self.index = stack, index
-
-    def __call__(self, module: nn.Module, args: Any, result: Any) -> Any:
-        stack = self.stack
-        if not stack.tokens.permuted or self.index != stack.last or stack.placed is None:
-            return None
-        stack.tokens.permuted = False
-        at = stack.rule.result
-        if at is None:
-            return stack.placed.restore(result, dim=1)
-        parts = list(result)
-        parts[at] = stack.placed.restore(parts[at], dim=1)
-        return tuple(parts)
-
-
 def _reordered_rotary(stack: Stack, given: Any, arguments: ForwardArguments) -> Any:
     """The tables of a pass, permuted once: blocks get the same ones."""
     before, after = stack.rotary
@@ -169,9 +148,7 @@ def _reordered_rotary(stack: Stack, given: Any, arguments: ForwardArguments) -> 
         return after
     rule, placed = stack.rule, stack.placed
     assert placed is not None
-    start = 0
-    if rule.rotary_text:
-        start = arguments["encoder_hidden_states"].shape[1]
+    start = arguments["encoder_hidden_states"].shape[1] if rule.rotary_text else 0
     at = Placed(placed.grid, start, placed.order)
     made = tuple(
         at.reorder(table, dim=rule.rotary_dim) if part < rule.rotary_parts else table
@@ -197,11 +174,3 @@ def _parameters(module: nn.Module) -> list[str]:
 
 def _by_name(names: list[str], args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _with_changes(
-    names: list[str], args: Any, kwargs: Any, changes: dict[str, Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    listed = tuple(changes.get(name, x) for name, x in zip(names, args, strict=False))
-    named = {name: changes.get(name, x) for name, x in kwargs.items()}
-    return listed, named

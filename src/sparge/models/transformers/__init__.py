@@ -3,7 +3,7 @@
 `sparge.accelerate(model)` is the same for one model, reversible, with a report.
 """
 
-from .attention_function import NAME, attention_forward, register
+from .adapter import NAME, attention_forward, register
 
 __all__ = ["NAME", "attention_forward", "register"]
 

@@ -1,6 +1,7 @@
-"""The adapter of `sparge.accelerate` for transformers models and pipelines.
+"""The attention function that transformers calls, and the adapter of `sparge.accelerate`.
 
-The configs of the model are replaced by copies first, because other models may share them; the
+The masks that come to the function are those of `masks.make_mask`, or the user's. For the adapter,
+the configs of the model are replaced by copies first, because other models may share them; the
 implementation's name is set on the copies.
 """
 
@@ -9,22 +10,208 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from ...support.errors import Unsupported
+from ...values.recipe import DEFAULT, Recipe
 from ..adapters import Found
-from ..site import Site, site_of
-from .attention_function import EAGER, NAME, SDPA, SELECTIONS, OwnAttention, eager_function
-from .masks import own_by_class
+from ..route import why_own
+from ..site import SITE, Site, site_of
+from ..ulysses import ULYSSES
+from .masks import make_mask, own_by_class, to_attention, to_own
+from .sequence_parallel import (
+    attend_documents,
+    check_window,
+    document_mask,
+    documents,
+    ulysses_share,
+)
 
+NAME = "sparge"
+EAGER, SDPA = "eager", "sdpa"
+_EAGER_FUNCTION = "eager_attention_forward"
+# Arguments that change what attention means and that sparge does not compute.
+_MEANINGS = {
+    "softcap": "the scores are soft-capped",
+    "position_bias": "a position bias is added inside",
+    "cache": "the cache is paged",
+}
+# Of the arguments of that kind, those that torch's SDPA refuses or ignores.
+_EAGER_ONLY = ("softcap", "s_aux")
+# The model keeps these out of its mask for implementations that it does not know.
+SELECTIONS = ("indices", "block_indices")
 Implementations = list[tuple[PreTrainedConfig, str | None]]
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 NO_INTERFACE = "its code does not call attention through transformers' attention interface"
+
+
+@dataclass(frozen=True)
+class OwnAttention:
+    """The attention that a module had: its name, and its eager function if there is one."""
+
+    name: str
+    eager: Callable[..., Any] | None
+
+
+_ANYWHERE = Site("attn_implementation='sparge'", DEFAULT)
+"""For a model that chose the name itself and was not accelerated."""
+
+
+def register() -> None:
+    """Make the name known to transformers; harmless to repeat."""
+    AttentionInterface.register(NAME, attention_forward)
+    # Without a mask function of its own, a name is never given any padding.
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """query `[B, Hq, Lq, D]`, key and value with their own heads; returns `[B, Lq, Hq, Dv]`."""
+    site: Site = getattr(module, SITE, _ANYWHERE)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    share, found = ulysses_share(module, query), None
+    if share is not None:
+        check_window(kwargs.get("sliding_window"), query.shape[2])
+        found = documents(kwargs.get("position_ids"), query)
+        if kwargs.get("s_aux") is not None:
+            kwargs["s_aux"] = kwargs["s_aux"][share.start : share.stop]
+        site.tally.add_parallel(ULYSSES)
+    in_mask = causal and found is None and attention_mask is not None and attention_mask.dim() != 2
+    recipe = site.recipe_now(diagonal_in_mask=in_mask)
+    if share is not None and recipe is not None:
+        recipe = share.recipe_of(recipe)
+    qkv, left_out = (query, key, value), "" if recipe is not None else site.left_out
+    reason, eager = _why_own(module, qkv, left_out, dropout, kwargs)
+    call = _Call(module, query, key, value, attention_mask, causal, scaling, found)
+    if recipe is None or reason:
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        result = _run_own(site, call, reason, eager=eager, given=given)
+    else:
+        result = _attend(site, call, recipe, sinks=kwargs.get("s_aux")), None
+    return result
+
+
+class _Call(NamedTuple):
+    """A call of the interface. documents: the lengths of those in each sequence, where DeepSpeed
+    gave their positions in place of a mask."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    documents: list[list[int]] | None
+
+
+def _attend(site: Site, call: _Call, recipe: Recipe, *, sinks: Tensor | None) -> Tensor:
+    """Sparse attention, `[B, Lq, Hq, Dv]`."""
+    query, key, value = call.query, call.key, call.value
+    with_lse = sinks is not None
+    plain: dict[str, Any] = {"scale": call.scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if call.documents is not None:
+        plain |= {"is_causal": call.is_causal, "recipe": recipe, "with_lse": with_lse}
+        out, lse = attend_documents(site, query, key, value, call.documents, **plain)
+    else:
+        key, value, arguments = to_attention(call.mask, query, key, value, call.is_causal)
+        arguments |= plain
+        made = site.attend(query, key, value, arguments, recipe=recipe, return_lse=with_lse)
+        out, lse = made if with_lse else (made, None)
+    if sinks is not None:
+        # A sink is one more key, with a value of zero.
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+        out = out * share[..., None].to(out.dtype)
+    attended: Tensor = out.transpose(1, 2).contiguous()
+    return attended
+
+
+def _run_own(
+    site: Site, call: _Call, reason: str, *, eager: bool, given: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """The attention that the model had before, counted with the reason."""
+    query, mask = call.query, call.mask
+    if call.documents is not None:
+        mask = document_mask(call.documents, query, is_causal=call.is_causal)
+    function, is_eager = _own_function(call.module, site.own, reason, eager)
+    key, value, whole = to_own(mask, query, call.key, call.value, call.is_causal, is_eager)
+    own = partial(function, call.module, query, key, value, whole, **given)
+    # Without a mask the first query is at the first key; with one, the last at the last.
+    at_start = mask is None and query.shape[2] > 1
+    offset = 0 if at_start else key.shape[2] - query.shape[2]
+    result: tuple[Tensor, Tensor | None] = site.run_own(
+        reason, own, query, key, is_causal=call.is_causal, offset=offset
+    )
+    return result
+
+
+def _why_own(
+    module: nn.Module, qkv: Sequence[Tensor], left_out: str, dropout: float, kwargs: dict[str, Any]
+) -> tuple[str, bool]:
+    """Why the model's own attention must run ("" if it need not), and whether it must be eager."""
+    eager = any(kwargs.get(name) is not None for name in _EAGER_ONLY)
+    for name, why in _MEANINGS.items():
+        if kwargs.get(name) is not None:
+            return f"{name}: {why}, which sparge does not compute", eager
+    for name in SELECTIONS:
+        if kwargs.get(name) is not None:
+            raise Unsupported(
+                f"{type(module).__name__} gives {name}, the keys that it selected itself:",
+                {NAME: "it has no attention over them, nor has it the mask of them"},
+                "load the model with attn_implementation='sdpa', which it gives that mask",
+            )
+    config = getattr(module, "config", None)
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        return "output_attentions: sparge never makes the attention weights", True
+    return why_own(*qkv, left_out=left_out, dropout=dropout), eager
+
+
+def _own_function(
+    module: nn.Module, own: OwnAttention | None, reason: str, eager: bool
+) -> tuple[Callable[..., Any], bool]:
+    """The attention that the model had before, and whether it is the eager one."""
+    name = own.name if own else own_by_class(type(getattr(module, "config", None)))
+    if not eager and name != EAGER:
+        return AttentionInterface()[name], False
+    # A graph cannot look for the function, but can read what was found at the start.
+    function = (own and own.eager) or eager_function(module)
+    if function is None:
+        raise Unsupported(
+            f"{reason}, and {type(module).__name__} has no eager attention that would:",
+            {NAME: reason},
+            "load the model with another attn_implementation",
+        )
+    return function, True
+
+
+def eager_function(module: nn.Module) -> Callable[..., Any] | None:
+    """The eager function beside the `forward` that asks the interface, if there is one."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    names = [name for name in forward.__code__.co_names if name.endswith(_EAGER_FUNCTION)]
+    found: Callable[..., Any] | None = forward.__globals__.get(names[0]) if names else None
+    return found
 
 
 class TransformersAdapter:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ...api.attention import attention_and_run
 from ...api.varlen import attend_packed
-from ...models.report import Report
-from ...models.tally import Tally
+from ...models.report import Report, Tally
 from ...values.recipe import Recipe
 from ...values.run import Run
 from .batch import PromptPack, Request, Step, make_pack, rows_of
