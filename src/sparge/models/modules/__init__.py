@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...reorder.orders import HILBERT
+from ...reorder import HILBERT
 from ..adapters import Attached, Found
 from ..clock import Clock
 from ..route import Intercept, Route
