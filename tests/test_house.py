@@ -83,7 +83,7 @@ INSIDE = {
     ("cli", "triton.first_launch"),
     ("cli", "triton.launch"),
     ("cli", "triton.packages"),
-    ("cli", "triton.roofline"),
+    ("cli", "triton.rates"),
     ("cli", "triton.warm"),
     ("parallel", "reference.prepare"),
 }

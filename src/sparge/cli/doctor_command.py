@@ -17,7 +17,7 @@ from ..backends.triton import NAME
 from ..backends.triton.architectures import architecture_of
 from ..backends.triton.first_launch import needs, this_machine
 from ..backends.triton.packages import clash, installation
-from ..backends.triton.roofline import card_of
+from ..backends.triton.rates import card_of
 from ..engine.check import check_call
 from ..routing import AUTO, CPU, DENSE, ENV_BACKEND, backends, choose, cost_file, current_router
 from ..routing.crossover import CLEARLY, Crossover
