@@ -81,7 +81,7 @@ INSIDE = {
     ("cli", "triton.first_launch"),
     ("cli", "triton.launch"),
     ("cli", "triton.packages"),
-    ("cli", "triton.roofline"),
+    ("cli", "triton.rates"),
     ("cli", "triton.warm"),
 }
 """Modules of backends that are imported from above besides their declarations: they show a

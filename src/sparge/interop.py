@@ -31,9 +31,6 @@ from .values.tokenmask import MIXED, OPEN, TokenMask
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Shape = tuple[int, int, int, int]
-"""B, Hq, n_q, n_k."""
-
 
 class BlockCSR(NamedTuple):
     """Block rows of all heads below each other, int32: what `to_csr` returns.
@@ -149,9 +146,8 @@ def from_csr(
     given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
     check_facts(Lq, Lk, is_causal, offset=offset)
     shape = (B, Hq, *block_counts(given))
-    _check_csr(indptr, indices, shape)
-    tokens = checked_tokens(given, (B, Hq), indptr.device)
-    return plan_from_mask(_mask_of_csr(indptr, indices, shape), tokens)
+    mask = _mask_of_csr(indptr, indices, shape)
+    return plan_from_mask(mask, checked_tokens(given, (B, Hq), indptr.device))
 
 
 def to_block_lists(plan: BlockPlan, attn_mask: Tensor | None = None) -> BlockLists:
@@ -217,10 +213,10 @@ def _pick_heads(x: Tensor, b: int | None, h: int | None) -> Tensor:
     return x
 
 
-def _check_csr(indptr: Tensor, indices: Tensor, shape: Shape) -> None:
-    """Raise unless dtypes, device and length fit; reads no values."""
+def _mask_of_csr(indptr: Tensor, indices: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """shape: B, Hq, n_q, n_k."""
     _check_int32({"indptr": indptr, "indices": indices})
-    B, Hq, n_q, _ = shape
+    B, Hq, n_q, n_k = shape
     for name, number in (("B", B), ("Hq", Hq)):
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name} must be a whole number, got {number!r}")
@@ -236,11 +232,7 @@ def _check_csr(indptr: Tensor, indices: Tensor, shape: Shape) -> None:
             f"indptr must have B · Hq · n_q + 1 = {B} · {Hq} · {n_q} + 1 = {B * Hq * n_q + 1} "
             f"entries (query blocks of {BLOCK_Q} rows), got {len(indptr)}; B and Hq are arguments"
         )
-
-
-def _mask_of_csr(indptr: Tensor, indices: Tensor, shape: Shape) -> Tensor:
-    n_k, length = shape[-1], len(indices)
-    counts = indptr.long().diff()
+    length, counts = len(indices), indptr.long().diff()
     if int(indptr[0]) != 0 or int(indptr[-1]) != length or bool((counts < 0).any()):
         raise ValueError(
             f"indptr must rise from 0 to the {length} entries of indices and never fall, got "

@@ -126,7 +126,7 @@ def test_doctor_without_a_gpu_says_how_the_kernels_were_verified(doctor, monkeyp
     words = "no device: verified by interpreter and ahead-of-time compilation, see docs/backends.md"
     assert words in text
     nothing = Installation(False, {}, "Linux", "", "")
-    monkeypatch.setattr("sparge.cli.gpu_status.installation", lambda: nothing)
+    monkeypatch.setattr("sparge.cli.doctor_command.installation", lambda: nothing)
     assert f"triton is not installed; {words}" in doctor()[1]
 
 
@@ -151,9 +151,9 @@ def test_doctor_names_what_a_first_launch_lacks(doctor, monkeypatch, tmp_path):
     """A slim container: a card, torch and Triton, and nothing to compile a launcher with."""
     pretend(monkeypatch, properties())
     slim = Machine("cuda", {"PATH": "", "HOME": str(tmp_path)}, tmp_path, tmp_path, libraries=())
-    monkeypatch.setattr("sparge.cli.gpu_status.this_machine", lambda: slim)
+    monkeypatch.setattr("sparge.cli.doctor_command.this_machine", lambda: slim)
     two = Installation(True, {"triton": "3.9.0", "triton-rocm": "3.7.1"}, "Linux", "cuda", "")
-    monkeypatch.setattr("sparge.cli.gpu_status.installation", lambda: two)
+    monkeypatch.setattr("sparge.cli.doctor_command.installation", lambda: two)
     found, text = doctor()
     names = [need["name"] for need in found["first_launch"] if need["found"] is None]
     assert names == [
@@ -186,7 +186,7 @@ def test_doctor_on_a_card_that_is_not_known(doctor, monkeypatch):
 def test_doctor_calibrates_a_card(doctor, monkeypatch, new_router):
     pretend(monkeypatch, properties())
     nothing = {"state": "none", "why": ""}
-    monkeypatch.setattr("sparge.cli.crossover_status.calibrate", lambda: nothing)
+    monkeypatch.setattr("sparge.cli.doctor_command.calibrate", lambda: nothing)
     made = replace(BUILT_IN, date="2026-01-01", took=90.0, noise=1.8, measured=True)
     new_router(measure=lambda backend, place: made)
     (card,) = doctor("--calibrate")[0]["cards"]

@@ -17,8 +17,7 @@ import tiny_models as tiny
 from sparge import KeepFraction, Profile, Recipe
 from sparge.models import Found, adapters, register_adapter, unregister_adapter
 from sparge.models.site import allowed_blocks
-from sparge.values.fingerprint import fingerprint
-from sparge.values.profile import HeadSettings, LayerSettings
+from sparge.values.profile import HeadSettings, LayerSettings, fingerprint
 from sparge.values.tokenmask import EXCLUDED, TokenMask
 from tiny_models import ids_of
 

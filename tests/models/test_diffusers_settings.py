@@ -12,8 +12,7 @@ from sparge import KeepFraction, Profile, Recipe, Schedule
 from sparge.models.route import Route
 from sparge.models.site import Site
 from sparge.models.tokens import TokenMap, Tokens
-from sparge.values.fingerprint import fingerprint
-from sparge.values.profile import HeadSettings, LayerSettings
+from sparge.values.profile import HeadSettings, LayerSettings, fingerprint
 from tiny_denoiser_parts import SAME, SPARSE, plans_of
 from tiny_denoisers import DENOISERS
 from tiny_pipelines import wan

@@ -15,7 +15,7 @@ from sparge import KeepAll, KeepFraction, Recipe, Unsupported
 from sparge.backends.cpu import CPU_BACKEND
 from sparge.backends.reference import REFERENCE
 from sparge.backends.triton.architectures import TABLE
-from sparge.backends.triton.roofline import THROUGHPUTS, Card, card_of, roofline
+from sparge.backends.triton.rates import THROUGHPUTS, Card, card_of, roofline
 from sparge.routing import Router, choose, cost_file, current_router
 from sparge.routing.calibration import measure
 from sparge.routing.crossover import Crossover

@@ -11,7 +11,7 @@ import pytest
 
 from gpus import pretend, properties
 from sparge.backends.triton.architectures import TABLE
-from sparge.backends.triton.roofline import (
+from sparge.backends.triton.rates import (
     GEFORCE,
     LEGACY_INT8_COUNTS,
     THROUGHPUTS,

@@ -11,8 +11,7 @@ from torch import nn
 
 import sparge
 from cli_runs import run_json, run_text
-from sparge.values.fingerprint import Fingerprint, fingerprint
-from sparge.values.profile import HeadSettings, LayerSettings, Profile
+from sparge.values.profile import Fingerprint, HeadSettings, LayerSettings, Profile, fingerprint
 
 
 class Config:

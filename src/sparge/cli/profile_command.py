@@ -12,12 +12,9 @@ from . import BAD_RESULT, OK
 from .arguments import add_json
 from .screen import Column, Table, console, deliver, error, share, show_table
 
-WORDS = {
-    "kl": "KL",
-    "perplexity": "perplexity",
-    "relative_l2": "change of the output",
-    "psnr": "PSNR",
-}
+WORDS = {"kl": "KL", "relative_l2": "change of the output"}
+GIVEN = ("mass", "min_similarity", "pv_skip")
+"""Settings of a head."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,35 +85,19 @@ def heads_table(name: str, layer: LayerSettings) -> Table:
         title=f"{name}: {layer.predictor}, {layer.precision}, on {layer.inputs} inputs",
         columns=[
             Column("head", "head"),
-            Column("mass", "mass", "{:g}".format),
-            Column("min_similarity", "min_similarity", "{:g}".format),
-            Column("pv_skip", "pv_skip", "{:g}".format),
-            Column("density", "density", share),
-            Column("pv_skipped", "pv_skipped", share),
+            *(Column(name, name, "{:g}".format) for name in GIVEN),
+            *(Column(name, name, share) for name in ("density", "pv_skipped")),
             Column("error", "error", error),
         ],
         rows=[{"head": str(h), **vars(head)} for h, head in enumerate(layer.heads)],
     )
 
 
-def sensitivity_table(rows: list[dict[str, Any]]) -> Table:
-    return Table(
-        "how far each layer alone moves the output",
-        [
-            Column("layer", "layer"),
-            Column("changes", "error: change of the output"),
-            Column("chosen", "error\nchosen", error),
-        ],
-        rows,
-        ["the first error is 0: everything kept, the precision alone"],
-    )
-
-
 def _show(profile: Profile, heads: bool) -> None:
     screen, model = console(), profile.model
     show_table(screen, layers_table(profile))
-    if rows := sensitivity_rows(profile):
-        show_table(screen, sensitivity_table(rows))
+    if (table := sensitivity_table(profile)).rows:
+        show_table(screen, table)
     for name, layer in profile.named_settings().items():
         if heads and layer.is_tuned:
             show_table(screen, heads_table(name, layer))
@@ -164,8 +145,7 @@ def head_text(head: HeadSettings) -> str:
     """The settings of one head, with its density and error."""
     if head.is_dense:
         return "dense"
-    names = ("mass", "min_similarity", "pv_skip")
-    given = [f"{name} {getattr(head, name):g}" for name in names if getattr(head, name) is not None]
+    given = [f"{name} {getattr(head, name):g}" for name in GIVEN if getattr(head, name) is not None]
     return f"{', '.join(given)}: density {head.density:.3f}, error {head.error:.4f}"
 
 
@@ -210,16 +190,13 @@ def target_of(profile: Profile) -> Any:
 
 def held_out_lines(profile: Profile) -> list[str]:
     """A line for what was measured on held-out data, or one for each noise band."""
-    output = profile.output
-    if output is None:
+    if profile.output is None:
         return []
-    if "bands" in output:
-        return [
-            f"held out, noise {band['noise'][0]:g} to {band['noise'][1]:g}: "
-            f"{_figures(band['held_out'])}"
-            for band in output["bands"]
-        ]
-    return [f"held out: {_figures(output['held_out'])}"]
+    lines = []
+    for one in profile.output.get("bands", [profile.output]):
+        band = f", noise {one['noise'][0]:g} to {one['noise'][1]:g}" if "noise" in one else ""
+        lines.append(f"held out{band}: {_figures(one['held_out'])}")
+    return lines
 
 
 def _figures(held: Mapping[str, Any]) -> str:
@@ -242,7 +219,7 @@ def _figures(held: Mapping[str, Any]) -> str:
     return ", ".join(figures)
 
 
-def sensitivity_rows(profile: Profile) -> list[dict[str, Any]]:
+def sensitivity_table(profile: Profile) -> Table:
     """Of every layer: its change of the output at some errors, and the error chosen."""
     output = profile.output or {}
     rows = []
@@ -252,4 +229,10 @@ def sensitivity_rows(profile: Profile) -> list[dict[str, Any]]:
             measured = zip(layer["errors"], layer["changes"], strict=True)
             changes = ", ".join(f"{error:.2f}: {change:.2g}" for error, change in measured)
             rows.append({"layer": f"{name}{band}", "changes": changes, "chosen": layer["chosen"]})
-    return rows
+    columns = [
+        Column("layer", "layer"),
+        Column("changes", "error: change of the output"),
+        Column("chosen", "error\nchosen", error),
+    ]
+    note = "the first error is 0: everything kept, the precision alone"
+    return Table("how far each layer alone moves the output", columns, rows, [note])

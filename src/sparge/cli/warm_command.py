@@ -23,7 +23,7 @@ from ..api.attention import attention
 from ..api.varlen import attention_varlen
 from ..backends.triton import NAME
 from ..backends.triton.launch import Launch
-from ..backends.triton.warm import Warmed, WarmKernel, compile_ahead, launches_of
+from ..backends.triton.warm import Warmed, compile_ahead, launches_of
 from ..values.recipe import DEFAULT, VISION, Recipe
 from . import OK, arguments
 from .arguments import DTYPES, add_json, fill_in, whole
@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
     done: dict[str, Warmed] = {}
     for name, launches in calls_of(args, layer, device).items():
         with progress("compiling", len(launches)) as step:
-            done[name] = compile_ahead(launches, lambda kernel: step(said(kernel)))
+            done[name] = compile_ahead(
+                launches, lambda one: step(f"{one.name} {one.how}, {one.seconds:.1f} s")
+            )
     document = {
         "format": FORMAT,
         **where_it_runs(),
@@ -110,10 +112,6 @@ def run(args: argparse.Namespace) -> int:
 
     deliver(document, args, show)
     return OK
-
-
-def said(kernel: WarmKernel) -> str:
-    return f"{kernel.name} {kernel.how}, {kernel.seconds:.1f} s"
 
 
 def layer_of(args: argparse.Namespace) -> Layer:

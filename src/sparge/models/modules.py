@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..reorder.orders import HILBERT
+from ..reorder import HILBERT
 from .adapters import Attached, Found
 from .clock import Clock
 from .route import Intercept, Route

@@ -9,10 +9,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -110,15 +112,16 @@ class Bench:
         """Of dense attention, and of what the backend serves; Unsupported if that is nothing."""
         trials: Trials = {}
         refused = None
-        for dtype, D in ((dtype, D) for dtype in DTYPES for D in HEAD_DIMS):
+        for dtype, D in product(DTYPES, HEAD_DIMS):
             ways = self._ways(dtype, D)
             needed = dict.fromkeys(L for way in ways for L in self._lengths(way))
             inputs = {L: self._inputs(dtype, D, L) for L in needed}
             for way in ways:
                 of_way = [Trial(self, way, inputs[L]) for L in self._lengths(way)]
-                if way in PRECISIONS and (why := self._refusal(of_way[0].call)) is not None:
-                    refused = refused or why
-                else:
+                call = of_way[0].call
+                why = self.backend.refusal(host(*call.where), call) if way in PRECISIONS else None
+                refused = refused or why
+                if why is None:
                     trials[name_of(DTYPES[dtype], D, way)] = of_way
         if not any(trial.way in PRECISIONS for trial in flat(trials)):
             reasons = {self.backend.name: refused or "it serves no precision"}
@@ -129,7 +132,7 @@ class Bench:
         """About what the trials take of the device at a time: their inputs, three times as much for
         codes, transposes and outputs, and the scores of dense attention with an LSE."""
         inputs = scores = 0
-        for dtype, D in ((dtype, D) for dtype in DTYPES for D in HEAD_DIMS):
+        for dtype, D in product(DTYPES, HEAD_DIMS):
             ways = self._ways(dtype, D)
             rows = sum({L for way in ways for L in self._lengths(way)})
             inputs += 3 * self.how.heads * rows * D * dtype.itemsize
@@ -137,15 +140,9 @@ class Bench:
                 scores = 4 * self.how.heads * max(self.how.lse_lengths) ** 2 * 4
         return 4 * inputs + scores
 
-    def _refusal(self, call: Call) -> str | None:
-        return self.backend.refusal(host(*call.where), call)
-
     def _ways(self, dtype: torch.dtype, D: int) -> list[str]:
-        return [
-            way
-            for way in WAYS
-            if self.wanted is None or name_of(DTYPES[dtype], D, way) in self.wanted
-        ]
+        names = {way: name_of(DTYPES[dtype], D, way) for way in WAYS}
+        return [way for way in WAYS if self.wanted is None or names[way] in self.wanted]
 
     def _lengths(self, way: str) -> Sequence[int]:
         return self.how.lse_lengths if way == DENSE_LSE else self.how.lengths
@@ -179,13 +176,11 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        _, heads, L, _ = self.inputs[0].shape
-        return 3 * heads * L
+        return 3 * self.call.Hq * self.call.Lq
 
     @property
     def pairs(self) -> int:
-        _, heads, L, _ = self.inputs[0].shape
-        return heads * L * L
+        return self.call.Hq * self.call.Lq * self.call.Lk
 
     @property
     def call(self) -> Call:
@@ -289,29 +284,22 @@ def free_bytes(device: torch.device) -> int | None:
     return int(free + module.memory_reserved(device.index) - module.memory_allocated(device.index))
 
 
-class _StoppedError(Exception):
-    """The caller was interrupted; the measurement ends at its next turn."""
-
-
 def measure_apart(measure: Callable[[Proceed], Crossover]) -> Crossover:
     """`measure(proceed)` in a thread of its own, where no mode, autocast or record of the caller's
     applies. If the caller is interrupted, the thread is stopped and waited for: one that is left
     running native code at the end of the process would abort it."""
-    found: list[Crossover] = []
-    failed: list[Exception] = []
-    stop, ended = threading.Event(), threading.Event()
+    measured: Future[Crossover] = Future()
+    stop = threading.Event()
 
     def proceed() -> None:
         if stop.is_set():
-            raise _StoppedError
+            raise CancelledError
 
     def work() -> None:
         try:
-            found.append(measure(proceed))
+            measured.set_result(measure(proceed))
         except Exception as error:
-            failed.append(error)
-        finally:
-            ended.set()
+            measured.set_exception(error)
 
     thread = threading.Thread(target=work, name="sparge-calibrate")
     try:
@@ -320,8 +308,6 @@ def measure_apart(measure: Callable[[Proceed], Crossover]) -> Crossover:
     except BaseException:
         stop.set()
         if thread.ident is not None:  # it runs, even if start() was interrupted
-            ended.wait()
+            wait([measured])
         raise
-    if failed:
-        raise failed[0]
-    return found[0]
+    return measured.result()

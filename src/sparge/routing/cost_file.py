@@ -57,10 +57,7 @@ def to_dict(crossover: Crossover) -> dict[str, object]:
     return {
         "format": FILE_FORMAT,
         "key": dict(crossover.key),
-        "date": crossover.date,
-        "took": crossover.took,
-        "noise": crossover.noise,
-        "busy": crossover.busy,
+        **{name: getattr(crossover, name) for name in ("date", "took", "noise", "busy")},
         "costs": {name: asdict(cost) for name, cost in crossover.costs.items()},
     }
 

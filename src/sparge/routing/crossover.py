@@ -195,15 +195,8 @@ class Crossover:
             return self.costs[name_of(DTYPES[call.dtype], dims[0], way)]
         low, high = (self.costs[name_of(DTYPES[call.dtype], D, way)] for D in HEAD_DIMS)
         along = ((call.D + call.Dv) / 2 - HEAD_DIMS[0]) / (HEAD_DIMS[1] - HEAD_DIMS[0])
-
-        def between(a: float, b: float) -> float:
-            return max(a + (b - a) * along, a / 2)
-
-        return UnitCosts(
-            between(low.call, high.call),
-            between(low.token, high.token),
-            between(low.element, high.element),
-        )
+        both = zip(vars(low).values(), vars(high).values(), strict=True)
+        return UnitCosts(*(max(a + (b - a) * along, a / 2) for a, b in both))
 
 
 def _dims_of(call: Call) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..support.accelerator import accelerator, capturing, to_host
 from ..support.turns import HOST
@@ -122,9 +121,4 @@ def counts_later(plan: BlockPlan) -> Arrived:
         raise RuntimeError(f"{device.type} has no streams to copy behind")
     sums = torch.stack([plan.counts.sum(), plan.allowed.sum()])
     later = to_host(found, device, {"sums": sums})
-    return lambda: _pair(later.value()["sums"]) if later.ready() else None
-
-
-def _pair(x: Tensor) -> tuple[int, int]:
-    kept, allowed = x.tolist()
-    return kept, allowed
+    return lambda: tuple(later.value()["sums"].tolist()) if later.ready() else None

@@ -165,10 +165,12 @@ class Recipe:
         finite = "a finite number greater than 0"
         _check_numbers(self, "pv_skip", finite, lambda x: 0.0 < x < math.inf, none_is="off")
         limits = {"sink_blocks": (0, None), "local_blocks": (0, None), "sample_rows": (1, 128)}
+        limits["pool_group"] = POOL_GROUPS[0], POOL_GROUPS[-1]
         for name, (low, high) in limits.items():
             if name != "local_blocks" or self.local_blocks is not None:
-                object.__setattr__(self, name, _whole(name, getattr(self, name), low, high))
-        object.__setattr__(self, "pool_group", _pool_group(self.pool_group))
+                object.__setattr__(self, name, check_whole(name, getattr(self, name), low, high))
+        if self.pool_group not in POOL_GROUPS:
+            raise ValueError(f"pool_group must be one of {POOL_GROUPS}, got {self.pool_group}")
         object.__setattr__(self, "protect", _ranges(self.protect))
         self._refuse_unused_fields()
         # Kept ready, because a compiled graph can read a string but not make JSON.
@@ -209,7 +211,7 @@ class Recipe:
 
         Numbers given per head are sliced; one number for all heads stays.
         """
-        start, stop = _whole("start", start, 0, None), _whole("stop", stop, 1, None)
+        start, stop = check_whole("start", start, 0), check_whole("stop", stop, 1)
         if start >= stop:
             raise ValueError(f"stop must be greater than start, got heads {start} to {stop}")
 
@@ -276,20 +278,14 @@ def heads_of(value: PerHeadOrOff, Hq: int, *, none: float = 1.0) -> list[float]:
     return [none if number is None else number for number in each]
 
 
-def _whole(name: str, value: Any, low: int, high: int | None) -> int:
+def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """The number as an int. Raises TypeError for no whole number, ValueError out of its range."""
     needed = f"a whole number of at least {low}" + ("" if high is None else f", at most {high}")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be {needed}; got {value!r}")
     number = operator.index(value)
     if number < low or (high is not None and number > high):
         raise ValueError(f"{name} must be {needed}; got {number}")
-    return number
-
-
-def _pool_group(value: Any) -> int:
-    number = _whole("pool_group", value, POOL_GROUPS[0], POOL_GROUPS[-1])
-    if number not in POOL_GROUPS:
-        raise ValueError(f"pool_group must be one of {POOL_GROUPS}, got {number}")
     return number
 
 

@@ -7,13 +7,12 @@ shares. Position 0 is the noisiest end of a run, 1 its clean end.
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ..support.json_text import parse_json, short
-from .recipe import Recipe
+from .recipe import Recipe, check_whole
 
 BY = ("run", "noise")
 _CLOSE = 1e-9
@@ -79,7 +78,7 @@ class Schedule:
                 f"and {self.dense_last:g}"
             )
         for name in ("dense_first_layers", "dense_last_layers"):
-            object.__setattr__(self, name, _count(name, getattr(self, name)))
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), 0))
         if self.by not in BY:
             raise ValueError(f"by must be 'run' or 'noise', got {self.by!r}")
         object.__setattr__(self, "bands", _bands(self.bands))
@@ -168,14 +167,6 @@ def _share(name: str, value: Any) -> float:
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must be in [0, 1], got {value}; it is a share, not a count")
     return float(value)
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number of at least 0; got {value!r}")
-    if operator.index(value) < 0:
-        raise ValueError(f"{name} must be a whole number of at least 0; got {value}")
-    return operator.index(value)
 
 
 def _bands(bands: Any) -> tuple[Band, ...]:

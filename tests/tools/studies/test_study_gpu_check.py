@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpus import pretend, properties
-from sparge.backends.triton.roofline import DENSE_SHARE, OUR_SHARE, Card, roofline
+from sparge.backends.triton.rates import DENSE_SHARE, OUR_SHARE, Card, roofline
 from sparge.routing.crossover import Crossover
 from sparge.values.recipe import PRECISIONS
 from sparge_tools.commands.bench_command import FORMAT as BENCH_FORMAT

@@ -8,7 +8,7 @@ import torch
 import sparge
 from sparge import Recipe
 from sparge.synthetic import structured_qkv
-from sparge.values.fingerprint import Fingerprint
+from sparge.values.profile import Fingerprint
 from sparge_tools.studies import paper_search
 from sparge_tools.studies.paper_search import (
     THETAS,

@@ -2,7 +2,7 @@
 
     python -m sparge_tools.studies.auto_on_cards [--triton 3.7.1]
 
-An estimate (src/sparge/backends/triton/roofline.py), in Markdown; nothing is run. *Pays below*: the
+An estimate (src/sparge/backends/triton/rates.py), in Markdown; nothing is run. *Pays below*: the
 density below which the backend is predicted to be faster than dense attention.
 """
 
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from sparge import DEFAULT, VISION
-from sparge.backends.triton.rates import RATES
-from sparge.backends.triton.roofline import Card, roofline
+from sparge.backends.triton.rates import RATES, Card, roofline
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json
 from sparge.cli.screen import deliver

@@ -40,7 +40,7 @@ import torch
 from sparge import Unsupported
 from sparge.backends.triton import NAME
 from sparge.backends.triton.packages import triton_version
-from sparge.backends.triton.roofline import card_of, roofline
+from sparge.backends.triton.rates import card_of, roofline
 from sparge.cli import BAD_RESULT, OK, Parser, exit_code
 from sparge.cli import main as sparge
 from sparge.cli.machine import devices, where_it_runs

@@ -40,8 +40,8 @@ import torch.nn.functional as F
 from sparge import DEFAULT, KeepFraction, Recipe, attention
 from sparge.backends.triton import NAME
 from sparge.backends.triton.launch import Launch
-from sparge.backends.triton.roofline import DENSE_SHARE, Throughput, rates_of
-from sparge.cli.crossover_status import crossover_rows
+from sparge.backends.triton.rates import DENSE_SHARE, Throughput, rates_of
+from sparge.cli.doctor_command import crossover_rows
 from sparge.engine.check import check_call
 from sparge.values.backend import DENSE_WAY, HEAD_DIMS, UnitCosts, name_of
 from sparge.values.recipe import PRECISIONS

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparge import DEFAULT, Recipe, attention
 from sparge.backends.triton import NAME
 from sparge.backends.triton.launch import Launch, watch_launches
-from sparge.backends.triton.roofline import Card
+from sparge.backends.triton.rates import Card
 from sparge.routing.crossover import Crossover
 from sparge.support.turns import timer
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sparge import accelerate
 from sparge.routing import DENSE
-from sparge.values.fingerprint import fingerprint
+from sparge.values.profile import fingerprint
 
 from .capture import BLOCKS, captures_of
 from .trace_directory import MANIFEST, Trace, TracedInput, write

@@ -19,8 +19,7 @@ from torch import nn
 from sparge import DEFAULT, Profile, Recipe, __version__
 from sparge.routing import AUTO
 from sparge.support.cpuinfo import cpu_name
-from sparge.values.fingerprint import fingerprint
-from sparge.values.profile import LayerSettings
+from sparge.values.profile import LayerSettings, fingerprint
 
 from .capture import BLOCKS
 from .model_tracer import Inputs, inputs_digest

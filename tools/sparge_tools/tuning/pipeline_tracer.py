@@ -20,7 +20,7 @@ from sparge import DEFAULT, Recipe, Schedule, accelerate
 from sparge.models import Layers, choose_layers
 from sparge.models.adapters import find_adapter
 from sparge.routing import DENSE
-from sparge.values.fingerprint import fingerprint
+from sparge.values.profile import fingerprint
 from sparge.values.schedule import Context
 
 from ..renders.compare import Prompt, checked_call, plain, quiet_bars, render

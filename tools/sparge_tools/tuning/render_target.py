@@ -21,8 +21,7 @@ from sparge import VISION, KeepMass, Profile, Recipe, Schedule, __version__
 from sparge.models import Layers
 from sparge.routing import AUTO
 from sparge.support.cpuinfo import cpu_name
-from sparge.values.fingerprint import fingerprint
-from sparge.values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings
+from sparge.values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings, fingerprint
 
 from ..renders.compare import Prompt, Settings, checked_call, plain, quiet_bars, refuse_accelerated
 from ..renders.media import LATENT

@@ -21,7 +21,7 @@ import torch
 
 from sparge.support.atomic_files import replace_file
 from sparge.support.json_text import parse_json, read_json_text
-from sparge.values.fingerprint import Fingerprint
+from sparge.values.profile import Fingerprint
 
 from .capture import Capture
 

@@ -20,8 +20,7 @@ from sparge.routing import AUTO
 from sparge.support.atomic_files import replace_file
 from sparge.support.cpuinfo import cpu_name
 from sparge.support.json_text import parse_json, read_json_text
-from sparge.values.fingerprint import Fingerprint
-from sparge.values.profile import LayerSettings
+from sparge.values.profile import Fingerprint, LayerSettings
 
 from .capture import BLOCKS, Capture, captures_of
 from .layer import PREDICTORS, TunedLayer, tune_layer

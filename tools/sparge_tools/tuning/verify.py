@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparge import KeepMass, Profile, accelerate
-from sparge.values.fingerprint import fingerprint
-from sparge.values.profile import HeadSettings, LayerSettings
+from sparge.values.profile import HeadSettings, LayerSettings, fingerprint
 
 from .allocate import Option, allocate
 from .model_tracer import Inputs, inputs_digest

@@ -9,7 +9,7 @@ from typing import Any
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn
 
-from ...reorder.orders import HILBERT
+from ...reorder import HILBERT
 from ...values.recipe import VISION
 from ...values.schedule import Schedule
 from ..adapters import Attached, Found
