@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from sparge_tools.studies import captured_layers
+from sparge_tools.studies import token_orders
 from sparge_tools.studies.token_orders import (
     LEAST_MASS,
     SKIPPED,
@@ -134,11 +134,11 @@ class RunsIt:
 def test_layers_of_a_module_are_captured(monkeypatch):
     grids = {48 * 48: (1, 48, 48)}.get
     made = ZooModule("tiny", AttendsGrid(), grids, RunsIt())
-    monkeypatch.setattr(captured_layers.zoo, "load_module", lambda name: made)
-    found = list(captured_layers.capture_layers("tiny", 2))
-    assert [(name, grid) for name, *_, grid in found] == [("tiny", (1, 48, 48))] * 2
-    assert torch.equal(found[1][1], found[1][3])
-    assert found[0][1].shape == (1, 1, 48 * 48, 8)
+    monkeypatch.setattr(token_orders.zoo, "load_module", lambda name: made)
+    found = list(token_orders.captured_layers("tiny", 2))
+    assert [(each.name, each.grid) for each in found] == [("tiny", (1, 48, 48))] * 2
+    assert torch.equal(found[1].query, found[1].value)
+    assert found[0].query.shape == (1, 1, 48 * 48, 8)
     assert "forward" not in vars(made.model)
 
 

@@ -14,25 +14,27 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparge import BLOCK_K, BLOCK_Q, KeepError, KeepMass, Recipe, attention, record
+from sparge import BLOCK_K, BLOCK_Q, KeepError, KeepMass, Recipe, accelerate, attention, record
 from sparge.api.accuracy import exact_outputs, spread_rows
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
 from sparge.reorder import check_grid, check_order, reorder_tokens, restore_tokens
+from sparge.routing import DENSE
 from sparge.values.geometry import in_blocks
 from sparge.values.tokenmask import TokenMask
 
+from .. import zoo
 from ..commands.arguments import check_file, words
 from ..synthetic_video import video_qkv
-from .captured_layers import capture_layers
 
 ORDERS = ("row", "hilbert", "column", "time", "tiles:4x4x4", "tiles:8x8", "random")
 SKIPPED: dict[str, dict[str, Any]] = {
@@ -46,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moving": {"motion": 1.0, "noise": 0.3},
     "fast, noisy": {"motion": 3.0, "noise": 0.5},
 }
+LEAST_TOKENS = 2048  # on a grid, of the layers that are captured from a module
 SAMPLED_ROWS = 256  # query rows of each head on which errors are measured
 LEAST_MASS, MOST_MASS = 0.05, 0.9999
 BISECTIONS = 9
@@ -213,6 +216,26 @@ def captured_tokens(path: Path, grid: tuple[int, int, int], *, text: int) -> Ite
         yield Tokens(file.stem, found["query"], found["key"], found["value"], grid, text)
 
 
+def captured_layers(name: str, inputs: int) -> Iterator[Tokens]:
+    """Every layer with at least LEAST_TOKENS on a grid, for some inputs of the module's task."""
+    loaded = zoo.load_module(name)
+    seen: list[tuple[Tensor, ...]] = []
+
+    def keep(query: Tensor, key: Tensor, value: Tensor, facts: Any) -> None:
+        seen.append(tuple(x.detach().float().clone() for x in (query, key, value)))
+
+    for given in loaded.task.inputs(inputs):
+        seen.clear()
+        with accelerate(loaded.model, backend=DENSE) as handle:
+            for layer in handle.report().layers:
+                handle.tap(layer.name, keep)
+            loaded.task.run(loaded.model, given)
+        for query, key, value in seen:
+            grid = loaded.grids(query.shape[2])
+            if grid is not None and prod(grid) >= LEAST_TOKENS:
+                yield Tokens(name, query, key, value, grid)
+
+
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
     """One row for each order, error and treatment: the mean over tensors of the same name.
 
@@ -298,7 +321,7 @@ def run(args: argparse.Namespace) -> int:
     if args.module is not None:
         if args.tensors is not None:
             raise ValueError("--module cannot be combined with --tensors; give one of them")
-        every = [Tokens(*each) for each in capture_layers(args.module, args.inputs)]
+        every = list(captured_layers(args.module, args.inputs))
     elif args.tensors is None:
         made = {"heads": args.heads, "D": args.head_dim, "seed": args.seed}
         every = list(synthetic_tokens(**options, **made))
