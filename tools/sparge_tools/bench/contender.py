@@ -16,12 +16,17 @@ from sparge import BlockPlan, Run, Unsupported, attention, explain, make_plan, r
 from sparge.interop import to_flex
 from sparge.support.turns import HOST, timer
 
-from .flash import KINDS as FLASH_KINDS
-from .flash import flash_attention
 from .lineup import SDPA, SPARSE, Entry
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+
+from importlib import import_module
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .lineup import FLASH_ATTN, TORCH_FLASH
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -45,8 +50,7 @@ class CompiledFlex:
                 with torch._inductor.config.patch(compile_threads=1):
                     self(inputs, block_mask)
             except Exception as fault:  # whatever fails, the other rows are measured
-                first_line = next(iter(str(fault).strip().splitlines()), "no reason given")
-                self.fault = f"does not compile here: {type(fault).__name__}: {first_line}"
+                self.fault = f"does not compile here: {_in_one_line(fault)}"
         return self.fault
 
     @torch.no_grad()
@@ -62,6 +66,39 @@ def _compiled() -> Callable[..., Any]:
     # Earlier shapes count towards a limit after which torch falls back to eager mode.
     torch.compiler.reset()
     return torch.compile(flex_attention, dynamic=False)
+
+
+def _in_one_line(fault: Exception) -> str:
+    first_line = next(iter(str(fault).strip().splitlines()), "no reason given")
+    return f"{type(fault).__name__}: {first_line}"
+
+
+def flash_attention(
+    kind: str, inputs: Inputs, *, is_causal: bool
+) -> tuple[Callable[[], Tensor], str | None]:
+    """How FlashAttention is called, and why it does not run here, or None. It is run once."""
+    run = partial(FLASH_KINDS[kind], *inputs, is_causal=is_causal)
+    try:
+        run()
+    except Exception as fault:  # whatever fails, the other rows are measured
+        return run, f"does not run here: {_in_one_line(fault)}"
+    return run, None
+
+
+def _torch_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    """The package has tokens before heads."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out: Tensor = import_module("flash_attn").flash_attn_func(q, k, v, causal=is_causal)
+    return out.transpose(1, 2)
+
+
+FLASH_KINDS = {TORCH_FLASH: _torch_flash, FLASH_ATTN: _flash_attn}
+"""On accelerators: torch's own kernel, and the package flash_attn."""
 
 
 @dataclass

@@ -26,11 +26,10 @@ from sparge.routing import backends
 from sparge.synthetic import MIN_HEAD_DIM
 from sparge.values.geometry import MAX_HEAD_DIM
 
-from ..bench.bench_table import bench_table
+from ..bench.bench_table import bench_table, vision_table
 from ..bench.cases import Case, add_shares_of_peak, measure_cases
 from ..bench.gemm_peak import gemm_peaks, gemm_rates
 from ..bench.lineup import Entry, lineup
-from ..bench.vision_table import vision_table
 from . import bench_error, bench_static, bench_vision
 from .arguments import check_file, words
 
