@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import itertools
 
 from sparge import KeepAll, Recipe
-from sparge_tools.evaluate import cells, logits, needle, run_directory, texts
+from sparge_tools.evaluate import cells, logits, run_directory, texts
 from sparge_tools.evaluate.cells import prefill_row
 from sparge_tools.evaluate.settings import Cell, Settings
 from tiny_lm import make_model, make_tokenizer, sentences
@@ -123,12 +123,12 @@ def test_the_needle_is_at_its_depth(chat, depth):
     tokenizer = make_tokenizer(chat=chat)
     text = texts.tokenize("words", sentences(3000), tokenizer, needed=512)
     asked = {"length": 512, "depth": depth, "seed": 0}
-    made = needle.make_needle(text, tokenizer, **asked)
-    assert made == needle.make_needle(text, tokenizer, **asked)
-    assert made.answer != needle.make_needle(text, tokenizer, **{**asked, "seed": 1}).answer
+    made = texts.make_needle(text, tokenizer, **asked)
+    assert made == texts.make_needle(text, tokenizer, **asked)
+    assert made.answer != texts.make_needle(text, tokenizer, **{**asked, "seed": 1}).answer
     assert 512 - 20 <= made.tokens <= 512
     parts = (made.context, made.question, made.prefix, made.answer)
-    assert made.tokens == needle.count_tokens(tokenizer, *parts)
+    assert made.tokens == texts.count_tokens(tokenizer, *parts)
     before, after = made.context.split(f"{made.prefix} {made.answer}.")
     share = len(before) / (len(before) + len(after))
     assert share == pytest.approx(depth / 100, abs=0.06)
@@ -140,7 +140,7 @@ def test_a_length_with_no_room_for_a_needle():
     tokenizer = make_tokenizer()
     text = texts.tokenize("words", sentences(3000), tokenizer, needed=128)
     with pytest.raises(ValueError, match="a needle needs a length of at least 5"):
-        needle.make_needle(text, tokenizer, length=40, depth=50, seed=0)
+        texts.make_needle(text, tokenizer, length=40, depth=50, seed=0)
 
 
 def test_the_text_in_windows():

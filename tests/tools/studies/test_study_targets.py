@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sparge_tools.bench.lineup import RECIPES
+from sparge_tools.bench.contender import RECIPES
 from sparge_tools.evaluate.cells import prefill_row
 from sparge_tools.studies.targets import (
     MET,

@@ -14,6 +14,7 @@ from sparge_tools.studies import token_orders
 from sparge_tools.studies.token_orders import (
     LEAST_MASS,
     SKIPPED,
+    Tokens,
     compare_orders,
     density_at_error,
     main,
@@ -38,7 +39,7 @@ def complaint(argv, capsys):
 def test_hilbert_needs_fewer_blocks_than_rows_on_video():
     inputs = video_qkv(GRID, text=TEXT, heads=2, D=32, locality=3.0)
     rows = compare_orders(
-        "video", *inputs, GRID, text=TEXT, orders=("row", "hilbert"), skipped=("drop", "pool 16")
+        Tokens("video", *inputs, GRID, TEXT), orders=("row", "hilbert"), skipped=("drop", "pool 16")
     )
     assert [(row["order"], row["skipped"]) for row in rows] == [
         (order, way) for order in ("row", "hilbert") for way in ("drop", "pool 16")

@@ -1,6 +1,6 @@
 """`sparge demo`: a real model reads one long document, dense and with sparge; writes a page.
 
-With --vision, models of pictures show theirs instead (demo_vision.py).
+With --vision: masks of photographs by SAM 2, and terrain made of noise, with the pictures.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.support.atomic_files import replace_file
 
+from .. import zoo
 from ..optional_libraries import need_libraries
-from .arguments import MODEL, add_model, add_text, check_file
-from .demo_vision import add_vision_options, run_vision
+from .arguments import MODEL, MODULE, add_model, add_text, check_file, kind_of
 
 if TYPE_CHECKING:
+    from ..renders import Renders
     from ..showcase.measure import DemoInputs
     from ..showcase.result import Showcase
 
 STEPS = 4  # of a run, besides its prefills: loading, warming up, perplexity, attention maps
 DEFAULTS = {"tokens": 7500, "model": MODEL, "text": "essays", "repeats": 1, "page": "report.html"}
+SHOWN = ("sam2-hiera-tiny", "terrain-consistency-unet")
+INPUTS, VISION_PAGE = 4, "vision.html"  # of --vision
+_OF_TEXT = ("tokens", "text", "repeats")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +100,6 @@ def measure(args: argparse.Namespace, prepared: DemoInputs) -> Showcase:
 
 
 def load(args: argparse.Namespace, prepared: DemoInputs) -> Any:
-    from .. import zoo
-
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     try:
         return zoo.load(os.fspath(prepared.directory.resolve()), dtype=dtype)[0]
@@ -132,3 +134,78 @@ def print_table(show: Showcase, page: str) -> None:
         f"\n{verdict(show)} {cost(show)}\npage: {page}",
     ]
     screen.print("\n".join(lines), soft_wrap=True)
+
+
+def add_vision_options(parser: argparse.ArgumentParser) -> None:
+    about = f"show {' and '.join(SHOWN)}, which are downloaded once, instead of a language model"
+    parser.add_argument("--vision", action="store_true", help=about)
+    about = f"with --vision: photographs, and fields of noise; default: {INPUTS}"
+    parser.add_argument("--inputs", type=whole, metavar="N", help=about)
+
+
+def run_vision(args: argparse.Namespace) -> int:
+    for name in _OF_TEXT:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} is for the demo of a language model; --vision has none")
+    names = SHOWN if args.model is None else (args.model,)
+    if args.model is not None and kind_of(args.model) != MODULE:
+        raise ValueError(
+            f"--model with --vision must be a module of the zoo, such as {SHOWN[0]}; {args.model} "
+            "is none"
+        )
+    page = args.page or VISION_PAGE
+    check_file(page)
+    libraries = ("skimage", "flip_evaluator", "PIL", "matplotlib")
+    need_libraries("the demo cannot run", *libraries, extra="vision")
+    from ..showcase.pictures_page import make_pictures_page
+
+    where, command = where_it_runs(), shlex.join(["sparge", *sys.argv[1:]])
+    sections = measure_vision(args, names)
+    title = "sparge demo · pictures, dense and sparse"
+    html = make_pictures_page(title, sections, command=command, where=where)
+    replace_file(page, html.encode())
+    document = {
+        "format": "sparge.showcase.vision/1",
+        **where,
+        "command": command,
+        "page": page,
+        "models": [renders.to_dict() for renders in sections],
+    }
+    deliver(document, args, lambda: print_pictures(document, sections, page))
+    return OK
+
+
+def measure_vision(args: argparse.Namespace, names: tuple[str, ...]) -> list[Renders]:
+    from ..renders import compare_results
+
+    inputs = args.inputs or INPUTS
+    dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
+    sections = []
+    with progress("running", len(names) * (2 + 2 * inputs)) as step:
+        for name in names:
+            step(f"loading {name}")
+            sections.append(
+                compare_results(
+                    zoo.load_module(name, dtype=dtype),
+                    inputs=inputs,
+                    seed=args.seed,
+                    recipe=args.recipe,
+                    done=step,
+                )
+            )
+    return sections
+
+
+def print_pictures(document: dict[str, Any], sections: list[Renders], page: str) -> None:
+    from ..showcase.pictures_page import cost, pairs_table, verdict
+
+    screen = console()
+    screen.print(
+        f"sparge {document['versions']['sparge']} demo: pictures\n"
+        f"machine: {machine_text(document)}\n",
+        soft_wrap=True,
+    )
+    for renders in sections:
+        show_table(screen, pairs_table(renders))
+        screen.print()
+    screen.print(f"{verdict(sections)} {cost(sections)}\npage: {page}", soft_wrap=True)

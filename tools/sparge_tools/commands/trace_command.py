@@ -21,19 +21,17 @@ from ..tuning.tuning_windows import calibration_windows
 from .arguments import (
     LANGUAGE,
     MODULE,
+    OF_RENDERS,
     PIPELINE,
     add_model,
+    add_render_options,
     add_text,
+    call_of,
     check_directory,
     kind_of,
-    refuse_options,
-)
-from .pipeline_options import (
-    OF_RENDERS,
-    add_render_options,
-    call_of,
     open_given,
     prompts_of,
+    refuse_options,
     schedule_of,
 )
 

@@ -35,8 +35,17 @@ from ..tuning.render_target import DENSE_FIRST, MASSES, check_psnr
 from ..tuning.scored_layers import attention_layers
 from ..tuning.trace_directory import MANIFEST
 from ..tuning.tuning_windows import disjoint_windows
-from .arguments import PIPELINE, add_model, check_directory, check_file, kind_of, refuse_options
-from .pipeline_options import call_of, open_given, prompts_of
+from .arguments import (
+    PIPELINE,
+    add_model,
+    call_of,
+    check_directory,
+    check_file,
+    kind_of,
+    open_given,
+    prompts_of,
+    refuse_options,
+)
 from .trace_command import INPUTS, LENGTH, add_calibration, check_kind, make_trace
 
 OUTPUT_INPUTS, RENDER_SEEDS, HELD_OUT = 2, 2, 3
@@ -67,8 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_file(args.profile)
-    if args.state is not None:
-        check_file(args.state, "--state")
+    check_file(args.state, "--state")
     if args.min_psnr is not None:
         return run_renders(args)
     args.recipe, given = args.recipe or DEFAULT, args.recipe

@@ -14,7 +14,6 @@ what the page says, the unit, and what was measured on the card (None in a dry r
 | break-even | density above which dense attention is faster, by dtype and precision |
 | calibration | seconds of `sparge doctor --calibrate` |
 | first call | kernels and seconds to compile them, by recipe |
-| second filter | seconds with a branch / seconds with weights set to zero |
 | gradients | seconds of ours / dense attention's, forward and backward |
 | machine code | registers, spilled registers and bytes of shared memory, by head dim |
 | clocks | of one multiprocessor for one tile of the attention kernel |

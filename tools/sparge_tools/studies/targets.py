@@ -36,7 +36,7 @@ Rows = Sequence[Mapping[str, Any]]
 class SpeedTarget:
     """figure: "ratio" (at least `needed`) or "overhead" (at most `needed`).
 
-    recipe: a name in `lineup.RECIPES`. needed: by instruction set. also: by instruction set, a
+    recipe: a name in `contender.RECIPES`. needed: by instruction set. also: by instruction set, a
     recipe that counts instead if it is better. beyond: a recipe whose figure is subtracted.
     lengths: the shortest and the longest length that count.
     """

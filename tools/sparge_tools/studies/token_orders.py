@@ -33,7 +33,7 @@ from sparge.values.geometry import in_blocks
 from sparge.values.tokenmask import TokenMask
 
 from .. import zoo
-from ..commands.arguments import check_file, words
+from ..commands.arguments import budgets, check_file, words
 from ..synthetic_video import video_qkv
 
 ORDERS = ("row", "hilbert", "column", "time", "tiles:4x4x4", "tiles:8x8", "random")
@@ -57,7 +57,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Query, key and value in row-major order; text: tokens before the grid's."""
+    """Query, key and value `[B, H, text + T·H·W (+ more), D]`, the grid's in row-major order.
+    text: tokens before the grid's."""
 
     name: str
     query: Tensor
@@ -68,13 +69,8 @@ class Tokens:
 
 
 def compare_orders(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grid: Sequence[int],
+    tokens: Tokens,
     *,
-    text: int = 0,
     orders: Sequence[str] = ORDERS,
     errors: Sequence[float] = (0.05,),
     skipped: Sequence[str] = tuple(SKIPPED),
@@ -82,17 +78,15 @@ def compare_orders(
 ) -> list[Row]:
     """A row for each order, error and treatment of skipped blocks; not causal.
 
-    query, key, value: `[B, H, text + T·H·W (+ more), D]`, the grid's tokens in row-major order. The
-    text before them is protected. step: called after each order with its name.
+    The text before the grid is protected. step: called after each order with its name.
     """
-    tokens = Tokens(name, query, key, value, check_grid(grid), text)
-    for order in orders:
-        check_order(order)
-    rows = spread_rows(query.shape[2], SAMPLED_ROWS)
+    name, grid, text = tokens.name, tokens.grid, tokens.text
+    rows = spread_rows(tokens.query.shape[2], SAMPLED_ROWS)
     exact = exact_rows(tokens, rows)
     found = []
     for order in orders:
-        moved = [reorder_tokens(x, grid, order, start=text) for x in (query, key, value)]
+        inputs = (tokens.query, tokens.key, tokens.value)
+        moved = [reorder_tokens(x, grid, order, start=text) for x in inputs]
         alike = {
             "q_similarity": self_similarity(moved[0][:, :, text:], BLOCK_Q),
             "k_similarity": self_similarity(
@@ -305,16 +299,8 @@ def grid_sizes(text: str) -> tuple[int, int, int]:
         raise argparse.ArgumentTypeError(str(mistake)) from None
 
 
-def budgets(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(KeepError(float(part)).max_error for part in text.split(","))  # type: ignore[misc]
-    except ValueError as mistake:
-        raise argparse.ArgumentTypeError(str(mistake)) from None
-
-
 def run(args: argparse.Namespace) -> int:
-    if args.output is not None:
-        check_file(args.output)
+    check_file(args.output)
     for order in args.orders:
         check_order(order)
     options = {"grid": args.grid, "text": args.text}
@@ -330,11 +316,8 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     where = where_it_runs()
     with progress("comparing", len(every) * len(args.orders)) as step:
-        for t in every:
-            inputs = (t.name, t.query, t.key, t.value, t.grid)
-            rows += compare_orders(
-                *inputs, text=t.text, orders=args.orders, errors=args.errors, step=step
-            )
+        for tokens in every:
+            rows += compare_orders(tokens, orders=args.orders, errors=args.errors, step=step)
     rows = mean_rows(rows)
     settings = SETTINGS if args.tensors is None and args.module is None else {}
     document = {
