@@ -9,7 +9,7 @@ import argparse
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,12 +22,13 @@ from sparge.support.atomic_files import replace_file
 
 from .. import zoo
 from ..optional_libraries import need_libraries
+from ..renders import Renders, compare_results
+from ..showcase import comparison, pictures_page
+from ..showcase.measure import DemoInputs, measure_showcase, prepare_inputs
+from ..showcase.page import make_page
+from ..showcase.page_figures import make_figures
+from ..showcase.result import Showcase
 from .arguments import MODEL, MODULE, add_model, add_text, check_file, kind_of
-
-if TYPE_CHECKING:
-    from ..renders import Renders
-    from ..showcase.measure import DemoInputs
-    from ..showcase.result import Showcase
 
 STEPS = 4  # of a run, besides its prefills: loading, warming up, perplexity, attention maps
 DEFAULTS = {"tokens": 7500, "model": MODEL, "text": "essays", "repeats": 1, "page": "report.html"}
@@ -61,10 +62,6 @@ def run(args: argparse.Namespace) -> int:
     fill_in(args, DEFAULTS)
     check_file(args.page)
     need_libraries("the demo cannot run", "transformers", "matplotlib", extra="demo")
-    # These import heavy libraries; the checks above need none of them.
-    from ..showcase.page import make_page
-    from ..showcase.page_figures import make_figures
-
     show = measure(args, prepare(args))
     replace_file(args.page, make_page(show, make_figures(show)).encode())
     deliver(show.to_dict(), args, lambda: print_table(show, args.page))
@@ -73,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(args: argparse.Namespace) -> DemoInputs:
     """Fetch model and text, and check all that can be checked without the weights."""
-    from ..showcase.measure import prepare_inputs
-
     try:
         return prepare_inputs(model=args.model, text=args.text, tokens=args.tokens, seed=args.seed)
     except Unsupported as refusal:
@@ -83,8 +78,6 @@ def prepare(args: argparse.Namespace) -> DemoInputs:
 
 
 def measure(args: argparse.Namespace, prepared: DemoInputs) -> Showcase:
-    from ..showcase.measure import measure_showcase
-
     where = where_it_runs()
     with progress("reading", STEPS + 2 * args.repeats) as step:
         step("loading the model")
@@ -115,8 +108,6 @@ def load(args: argparse.Namespace, prepared: DemoInputs) -> Any:
 
 
 def print_table(show: Showcase, page: str) -> None:
-    from ..showcase.comparison import comparison_table, cost, fallback_lines, verdict
-
     screen, needle = console(), show.needle
     screen.print(
         f"sparge {show.where['versions']['sparge']} demo: {show.model['name']} reads "
@@ -125,13 +116,13 @@ def print_table(show: Showcase, page: str) -> None:
         f"machine: {machine_text(show.where)}\n",
         soft_wrap=True,
     )
-    show_table(screen, comparison_table(show))
+    show_table(screen, comparison.comparison_table(show))
     answers = [" ".join(each.answer.splitlines()) for each in (show.dense, show.sparge)]
     lines = [
         f"\nhidden at token {needle.token:,}: {needle.fact}\nasked: {needle.question}",
         f"dense:  {needle.prefix}{answers[0]}\nsparge: {needle.prefix}{answers[1]}\n",
-        *(f"not sparse {line}" for line in fallback_lines(show)),
-        f"\n{verdict(show)} {cost(show)}\npage: {page}",
+        *(f"not sparse {line}" for line in comparison.fallback_lines(show)),
+        f"\n{comparison.verdict(show)} {comparison.cost(show)}\npage: {page}",
     ]
     screen.print("\n".join(lines), soft_wrap=True)
 
@@ -157,12 +148,10 @@ def run_vision(args: argparse.Namespace) -> int:
     check_file(page)
     libraries = ("skimage", "flip_evaluator", "PIL", "matplotlib")
     need_libraries("the demo cannot run", *libraries, extra="vision")
-    from ..showcase.pictures_page import make_pictures_page
-
     where, command = where_it_runs(), shlex.join(["sparge", *sys.argv[1:]])
     sections = measure_vision(args, names)
     title = "sparge demo · pictures, dense and sparse"
-    html = make_pictures_page(title, sections, command=command, where=where)
+    html = pictures_page.make_pictures_page(title, sections, command=command, where=where)
     replace_file(page, html.encode())
     document = {
         "format": "sparge.showcase.vision/1",
@@ -176,8 +165,6 @@ def run_vision(args: argparse.Namespace) -> int:
 
 
 def measure_vision(args: argparse.Namespace, names: tuple[str, ...]) -> list[Renders]:
-    from ..renders import compare_results
-
     inputs = args.inputs or INPUTS
     dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
     sections = []
@@ -197,8 +184,6 @@ def measure_vision(args: argparse.Namespace, names: tuple[str, ...]) -> list[Ren
 
 
 def print_pictures(document: dict[str, Any], sections: list[Renders], page: str) -> None:
-    from ..showcase.pictures_page import cost, pairs_table, verdict
-
     screen = console()
     screen.print(
         f"sparge {document['versions']['sparge']} demo: pictures\n"
@@ -206,6 +191,7 @@ def print_pictures(document: dict[str, Any], sections: list[Renders], page: str)
         soft_wrap=True,
     )
     for renders in sections:
-        show_table(screen, pairs_table(renders))
+        show_table(screen, pictures_page.pairs_table(renders))
         screen.print()
-    screen.print(f"{verdict(sections)} {cost(sections)}\npage: {page}", soft_wrap=True)
+    told = f"{pictures_page.verdict(sections)} {pictures_page.cost(sections)}"
+    screen.print(f"{told}\npage: {page}", soft_wrap=True)

@@ -15,7 +15,7 @@ import sys
 from contextlib import closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,9 +30,15 @@ from sparge.support.atomic_files import replace_file
 from sparge.support.turns import threads
 
 from .. import zoo
+from ..evaluate.cells import FORMAT, measure_rows, run_cells
+from ..evaluate.eval_report import draw_figures, eval_tables
 from ..evaluate.run_directory import DOCUMENT_FILE, KEY_FILE, RunDirectory, open_run
 from ..evaluate.settings import MEASURES, TASKS, Cell, Settings, digest_of
+from ..evaluate.tested_model import TestedModel
 from ..optional_libraries import need_libraries
+from ..renders import Pair, Renders, compare_renders, compare_results, difference_map
+from ..renders.media import shown_frames, to_png
+from ..showcase.pictures_page import cost, make_pictures_page, pairs_table, verdict
 from .arguments import (
     LANGUAGE,
     OF_RENDERS,
@@ -50,11 +56,6 @@ from .arguments import (
     schedule_of,
     words,
 )
-
-if TYPE_CHECKING:
-    from ..evaluate.tested_model import TestedModel
-    from ..renders import Pair, Renders
-
 
 OF_TEXTS = ("lengths", "measures", "text", "depths", "windows", "tasks", "limit", "repeat", "fresh")
 PAGE = "eval.html"
@@ -99,10 +100,6 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     path = eval_directory(args.directory, settings.model)
     check_directory(str(path))
-    # These import heavy libraries; the checks above need none of them.
-    from ..evaluate.eval_report import draw_figures
-    from ..evaluate.tested_model import TestedModel
-
     with threads(args.threads) if args.threads else nullcontext():
         tested, where = TestedModel(settings, path), where_it_runs()
         key = {**tested.key(), **numbers_depend_on()}
@@ -140,8 +137,6 @@ def numbers_depend_on() -> dict[str, Any]:
 
 def measure(tested: TestedModel, directory: RunDirectory) -> None:
     """Measure all cells. If the run stops early, say that its measurements are saved."""
-    from ..evaluate.cells import run_cells
-
     cells = tested.settings.cells()
     try:
         with progress("evaluating", len(cells)) as step:
@@ -163,8 +158,6 @@ def measure(tested: TestedModel, directory: RunDirectory) -> None:
 def make_document(
     tested: TestedModel, where: dict[str, Any], directory: RunDirectory
 ) -> dict[str, Any]:
-    from ..evaluate.cells import FORMAT, measure_rows
-
     settings, text = tested.settings, tested.text
     return {
         "format": FORMAT,
@@ -179,8 +172,6 @@ def make_document(
 
 
 def show(document: dict[str, Any], files: list[Path]) -> None:
-    from ..evaluate.eval_report import eval_tables
-
     screen = console()
     model, settings = document["model"], document["settings"]
     screen.print(
@@ -229,8 +220,6 @@ def check_place(path: Path) -> None:
 
 
 def eval_pipeline(args: argparse.Namespace, profile: Profile | None) -> Renders:
-    from ..renders import compare_renders
-
     refuse_options(args, ("inputs",), PIPELINE)
     prompts, call, seeds = prompts_of(args), call_of(args), args.seeds or 1
     schedule = schedule_of(args, profile)
@@ -251,8 +240,6 @@ def eval_pipeline(args: argparse.Namespace, profile: Profile | None) -> Renders:
 
 
 def eval_module(args: argparse.Namespace, profile: Profile | None) -> Renders:
-    from ..renders import compare_results
-
     refuse_options(args, OF_RENDERS, "a module of the zoo")
     inputs = args.inputs or INPUTS
     with progress("running", 2 + 2 * inputs) as step:
@@ -271,10 +258,6 @@ def eval_module(args: argparse.Namespace, profile: Profile | None) -> Renders:
 
 def write_renders(path: Path, renders: Renders, document: dict[str, Any]) -> list[Path]:
     """The pictures, the page, and at last the document; pictures of an earlier run are removed."""
-    from ..renders import difference_map
-    from ..renders.media import to_png
-    from ..showcase.pictures_page import make_pictures_page
-
     path.mkdir(parents=True, exist_ok=True)
     for old in path.iterdir():
         if OURS.fullmatch(old.name):
@@ -294,8 +277,6 @@ def write_renders(path: Path, renders: Renders, document: dict[str, Any]) -> lis
 
 def frame_stems(i: int, pair: Pair) -> list[tuple[int, str]]:
     """The frames that are written of a pair, and how their files begin."""
-    from ..renders.media import shown_frames
-
     if pair.dense is None:
         return []
     if len(pair.dense) == 1:
@@ -304,8 +285,6 @@ def frame_stems(i: int, pair: Pair) -> list[tuple[int, str]]:
 
 
 def show_renders(document: dict[str, Any], renders: Renders, files: list[Path]) -> None:
-    from ..showcase.pictures_page import cost, pairs_table, verdict
-
     screen = console()
     screen.print(
         f"sparge {document['versions']['sparge']} eval: {renders.model}\n"
