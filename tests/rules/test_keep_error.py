@@ -19,8 +19,7 @@ from sparge import KeepAll, KeepError, KeepMass, Recipe
 from sparge.backends.cpu import library as native
 from sparge.backends.reference.budget_rows import deviations
 from sparge.rules.error_budget import choose_rows, step_masses
-from sparge_tools.bench.adversarial import FAMILIES, Adversary
-from sparge_tools.bench.error_suite import run_case
+from sparge_tools.bench.error_suite import FAMILIES, Adversary, run_case
 
 BUDGETS = (0.02, 0.05, 0.1, 0.3)
 LENGTH = 600

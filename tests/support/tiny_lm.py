@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparge_tools.evaluate.needle import CITIES, FACT, QUESTION
+from sparge_tools.evaluate.texts import CITIES, FACT, QUESTION
 
 WORDS = [a + b for a in "bdfklmnprst" for b in ("a", "e", "i", "o", "u", "ai", "au", "ou")]
 MAX_TOKENS = 1024

@@ -11,9 +11,18 @@ import torch
 from sparge import DEFAULT, KeepError, Recipe
 from sparge.backends.cpu import library as native
 from sparge.cli import BAD_RESULT, MISTAKE, OK, main
-from sparge_tools.bench.adversarial import DIMS, FAMILIES, LENGTHS, Adversary, adversaries
-from sparge_tools.bench.error_suite import Outcome, failures, run_case, summarize
-from sparge_tools.commands import bench_error
+from sparge_tools.bench.error_suite import (
+    DIMS,
+    FAMILIES,
+    LENGTHS,
+    Adversary,
+    Outcome,
+    adversaries,
+    failures,
+    run_case,
+    summarize,
+)
+from sparge_tools.commands import bench_command
 
 needs_core = pytest.mark.skipif(native.why_missing() is not None, reason="too long otherwise")
 GOOD = Outcome("runs", 0.05, 0.5, reported=0.03, bound=0.04, true=0.03, raised=False, rising=False)
@@ -88,7 +97,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert Recipe.from_dict(document["recipe"]) == replace(DEFAULT, keep=KeepError(0.05))
     # A budget that is not kept is shown by the exit code.
     bad = replace(GOOD, true=1.0)
-    monkeypatch.setattr(bench_error, "run_suite", lambda *args, **more: [GOOD, bad])
+    monkeypatch.setattr(bench_command, "run_suite", lambda *args, **more: [GOOD, bad])
     assert main(["bench", "error", "--cases", "1"]) == BAD_RESULT
     said = capsys.readouterr()
     assert "KeepError on 7 adversarial cases" in said.out

@@ -21,7 +21,7 @@ from sparge.backends.cpu import library as native
 from sparge.cli import main
 from sparge_tools.bench import cases, contender
 from sparge_tools.bench.bench_table import bench_table
-from sparge_tools.bench.lineup import RECIPES, lineup
+from sparge_tools.bench.contender import RECIPES, lineup
 from sparge_tools.commands import bench_command
 
 pytestmark = [

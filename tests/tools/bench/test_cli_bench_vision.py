@@ -13,7 +13,7 @@ from sparge.cli import main
 from sparge_tools.bench import vision_suite
 from sparge_tools.bench.vision_suite import RECIPES, SHAPES, VisionShape, named_shapes
 from sparge_tools.commands import bench_command
-from sparge_tools.studies.bench_targets import MET, NO_TARGET, NOT_MET, VISION_TARGETS, judge
+from sparge_tools.studies.targets import MET, NO_TARGET, NOT_MET, VISION_TARGETS, judge_speed
 from sparge_tools.studies.targets import main as judge_main
 
 pytestmark = pytest.mark.usefixtures("piped")
@@ -144,7 +144,7 @@ def test_targets_by_instruction_set():
         {**case, "length": 4608, "recipe_name": "50%", "ratio": 2.7},
         {**case, "length": 4608, "recipe_name": "fast 50%", "ratio": 3.0},
     ]
-    (found,) = judge(rows, "avx2", VISION_TARGETS)
+    (found,) = judge_speed(rows, "avx2", VISION_TARGETS)
     assert (found["verdict"], found["worst"]) == (MET, 3.0)
-    assert judge(rows[:1], "avx2", VISION_TARGETS)[0]["verdict"] == NOT_MET
-    assert judge(rows, "avx512", VISION_TARGETS)[0]["verdict"] == NO_TARGET
+    assert judge_speed(rows[:1], "avx2", VISION_TARGETS)[0]["verdict"] == NOT_MET
+    assert judge_speed(rows, "avx512", VISION_TARGETS)[0]["verdict"] == NO_TARGET

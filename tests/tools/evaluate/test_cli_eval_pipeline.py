@@ -21,7 +21,7 @@ from cli_runs import complaint
 from sparge.backends.cpu import library as native
 from sparge.cli import main
 from sparge_tools import optional_libraries
-from sparge_tools.commands import eval_pipeline
+from sparge_tools.commands import eval_command
 from sparge_tools.showcase import pictures_page
 from sparge_tools.zoo import kinds
 from sparge_tools.zoo.vision.terrain import Terrain, TerrainConfig
@@ -128,8 +128,8 @@ def test_a_module_of_the_zoo(terrain, capsys, tmp_path, monkeypatch):
 
 def test_prompts_of_a_file(flux, tmp_path):
     (tmp_path / "prompts.txt").write_text("a dog\n\n  a tree \n")
-    args = eval_pipeline.argparse.Namespace(prompt=["a cat"], prompts="prompts.txt")
-    assert eval_pipeline.prompts_of(args) == ["a cat", "a dog", "a tree"]
+    args = eval_command.argparse.Namespace(prompt=["a cat"], prompts="prompts.txt")
+    assert eval_command.prompts_of(args) == ["a cat", "a dog", "a tree"]
 
 
 @pytest.mark.parametrize(

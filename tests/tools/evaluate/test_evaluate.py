@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 import itertools
 
 from sparge import KeepAll, Recipe
-from sparge_tools.evaluate import cells, logits, needle, quality, run_directory, texts
-from sparge_tools.evaluate.prefill import prefill_row
+from sparge_tools.evaluate import cells, logits, run_directory, texts
+from sparge_tools.evaluate.cells import prefill_row
 from sparge_tools.evaluate.settings import Cell, Settings
 from tiny_lm import make_model, make_tokenizer, sentences
 
@@ -52,7 +52,7 @@ def test_a_model_against_itself(two_models):
     found = logits.compare(outputs, outputs, ids)
     assert found.kl.max() < 1e-6
     assert found.agree.all()
-    row = quality.perplexity_row(150, [{"density": 1.0, **quality.sums_of(found)}])
+    row = cells.perplexity_row(150, [{"density": 1.0, **cells.sums_of(found)}])
     assert row["relative"] == 0 == row["relative_error"]
 
 
@@ -86,14 +86,14 @@ def comparison(n):
 @pytest.mark.parametrize("length", [128, 129, 500, 1024])
 def test_buckets_add_up(length):
     found = comparison(length - 1)
-    sums = quality.sums_of(found)
+    sums = cells.sums_of(found)
     buckets = sums["buckets"]
     assert sum(b["tokens"] for b in buckets) == length - 1
     assert buckets[0]["start"] == 0
     assert buckets[-1]["stop"] == length
     for left, right in itertools.pairwise(buckets):
         assert left["stop"] == right["start"]
-    row = quality.perplexity_row(length, [{"density": 0.5, **sums}])
+    row = cells.perplexity_row(length, [{"density": 0.5, **sums}])
     assert row["dense_perplexity"] == pytest.approx(float(found.dense.mean().exp()))
     assert row["sparge_perplexity"] == pytest.approx(float(found.sparge.mean().exp()))
     extra = found.sparge - found.dense
@@ -108,9 +108,9 @@ def test_buckets_add_up(length):
 
 
 def test_windows_count_as_one_text():
-    one, two = quality.sums_of(comparison(299)), quality.sums_of(comparison(299))
-    alone = quality.perplexity_row(300, [{"density": 0.2, **one}])
-    both = quality.perplexity_row(300, [{"density": 0.2, **one}, {"density": 0.4, **two}])
+    one, two = cells.sums_of(comparison(299)), cells.sums_of(comparison(299))
+    alone = cells.perplexity_row(300, [{"density": 0.2, **one}])
+    both = cells.perplexity_row(300, [{"density": 0.2, **one}, {"density": 0.4, **two}])
     assert both["windows"] == 2
     assert both["tokens"] == 2 * alone["tokens"]
     assert both["dense_perplexity"] == pytest.approx(alone["dense_perplexity"])
@@ -123,12 +123,12 @@ def test_the_needle_is_at_its_depth(chat, depth):
     tokenizer = make_tokenizer(chat=chat)
     text = texts.tokenize("words", sentences(3000), tokenizer, needed=512)
     asked = {"length": 512, "depth": depth, "seed": 0}
-    made = needle.make_needle(text, tokenizer, **asked)
-    assert made == needle.make_needle(text, tokenizer, **asked)
-    assert made.answer != needle.make_needle(text, tokenizer, **{**asked, "seed": 1}).answer
+    made = texts.make_needle(text, tokenizer, **asked)
+    assert made == texts.make_needle(text, tokenizer, **asked)
+    assert made.answer != texts.make_needle(text, tokenizer, **{**asked, "seed": 1}).answer
     assert 512 - 20 <= made.tokens <= 512
     parts = (made.context, made.question, made.prefix, made.answer)
-    assert made.tokens == needle.count_tokens(tokenizer, *parts)
+    assert made.tokens == texts.count_tokens(tokenizer, *parts)
     before, after = made.context.split(f"{made.prefix} {made.answer}.")
     share = len(before) / (len(before) + len(after))
     assert share == pytest.approx(depth / 100, abs=0.06)
@@ -140,7 +140,7 @@ def test_a_length_with_no_room_for_a_needle():
     tokenizer = make_tokenizer()
     text = texts.tokenize("words", sentences(3000), tokenizer, needed=128)
     with pytest.raises(ValueError, match="a needle needs a length of at least 5"):
-        needle.make_needle(text, tokenizer, length=40, depth=50, seed=0)
+        texts.make_needle(text, tokenizer, length=40, depth=50, seed=0)
 
 
 def test_the_text_in_windows():
@@ -279,13 +279,13 @@ def test_errors_by_layer():
         "density": [[0.5, 0.5], None, [1.0, 1.0]],
         "fallbacks": {"too short": 1},
     }
-    row = quality.errors_row(256, cell)
+    row = cells.errors_row(256, cell)
     assert row["mean"] == pytest.approx(0.15)
     assert row["median"] == pytest.approx(0.15)
     assert (row["worst_layer"], row["worst_layer_mean"]) == ("l0", pytest.approx(0.2))
-    assert quality.errors_row(256, {**cell, "error": [[0.1], None, [0.5]]})["worst_layer"] == "l2"
+    assert cells.errors_row(256, {**cell, "error": [[0.1], None, [0.5]]})["worst_layer"] == "l2"
     nothing = {**cell, "error": [None] * 3}
-    assert quality.errors_row(256, nothing)["mean"] is None
+    assert cells.errors_row(256, nothing)["mean"] is None
 
 
 def test_rows_only_of_pairs():

@@ -18,9 +18,8 @@ from sparge.backends.triton.rates import DENSE_SHARE, OUR_SHARE, Card, roofline
 from sparge.routing.crossover import Crossover
 from sparge.values.recipe import PRECISIONS
 from sparge_tools.commands.bench_command import FORMAT as BENCH_FORMAT
-from sparge_tools.studies import gpu_check, gpu_estimates, gpu_rig
-from sparge_tools.studies.gpu_estimates import ESTIMATES
-from sparge_tools.studies.gpu_rig import Rig
+from sparge_tools.studies import gpu_check, gpu_estimates
+from sparge_tools.studies.gpu_estimates import ESTIMATES, Rig, ratio
 from static_runs import needs_triton
 
 ROOT = Path(__file__).parents[3]
@@ -205,10 +204,10 @@ def test_seconds_are_the_median_of_several_runs():
     runs = []
     rig = replace(a_rig(), device="cpu")
     assert rig.seconds(lambda: runs.append(1)) > 0
-    assert len(runs) == 1 + gpu_rig.REPEAT
+    assert len(runs) == 1 + gpu_estimates.REPEAT
     assert replace(rig, dry=True).seconds(lambda: runs.append(1)) is None
-    assert gpu_rig.ratio(3.0, 2.0) == 1.5
-    assert gpu_rig.ratio(None, 2.0) is gpu_rig.ratio(1.0, None) is gpu_rig.ratio(1.0, 0.0) is None
+    assert ratio(3.0, 2.0) == 1.5
+    assert ratio(None, 2.0) is ratio(1.0, None) is ratio(1.0, 0.0) is None
 
 
 def test_a_measurement_that_fails_leaves_the_others(monkeypatch):

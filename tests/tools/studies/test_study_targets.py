@@ -6,11 +6,18 @@ import json
 
 import pytest
 
-from sparge_tools.bench.lineup import RECIPES
-from sparge_tools.evaluate.prefill import prefill_row
-from sparge_tools.studies.bench_targets import MET, NO_TARGET, NOT_MEASURED, NOT_MET, TARGETS, judge
-from sparge_tools.studies.eval_targets import judge as judge_eval
-from sparge_tools.studies.targets import main
+from sparge_tools.bench.contender import RECIPES
+from sparge_tools.evaluate.cells import prefill_row
+from sparge_tools.studies.targets import (
+    MET,
+    NO_TARGET,
+    NOT_MEASURED,
+    NOT_MET,
+    SPEED_TARGETS,
+    judge_quality,
+    judge_speed,
+    main,
+)
 
 pytestmark = pytest.mark.usefixtures("piped")
 PREFILL = {
@@ -32,12 +39,12 @@ def row(recipe_name, length=8192, head_dim=64, **figures):
 
 
 def verdicts(rows, isa):
-    return {found["target"]: found for found in judge(rows, isa)}
+    return {found["target"]: found for found in judge_speed(rows, isa)}
 
 
 def test_targets_name_contenders_that_there_are():
     names = set(RECIPES)
-    for target in TARGETS:
+    for target in SPEED_TARGETS:
         assert {target.recipe, target.beyond or target.recipe, *target.also.values()} <= names
 
 
@@ -80,7 +87,7 @@ def test_shares_of_dense_time_must_stay_below():
 
 def test_targets_are_judged_by_what_was_measured():
     nothing = dict.fromkeys(("prefill", "perplexity", "needle", "errors"), ())
-    assert {target["verdict"] for target in judge_eval(nothing)} == {"not measured here"}
+    assert {target["verdict"] for target in judge_quality(nothing)} == {"not measured here"}
     needles = [{"length": n, "lost": False} for n in (2048, 4096, 8192) for _ in range(5)]
     rows = {
         "prefill": [prefill_row(8192, PREFILL), {**prefill_row(512, PREFILL)}],
@@ -88,14 +95,14 @@ def test_targets_are_judged_by_what_was_measured():
         "needle": needles,
         "errors": [{"length": 2048, "mean": 0.01}, {"length": 8192, "mean": 0.06}],
     }
-    found = {target["target"].split(",")[0]: target for target in judge_eval(rows)}
-    verdicts = [target["verdict"] for target in judge_eval(rows)]
+    found = {target["target"].split(",")[0]: target for target in judge_quality(rows)}
+    verdicts = [target["verdict"] for target in judge_quality(rows)]
     assert verdicts == ["met"] * 6 + ["NOT MET"]
     assert found["attention"]["reaches_aim"] is True
     assert found["perplexity against dense"]["reaches_aim"] is False
     needles[0]["lost"] = True
-    assert judge_eval(rows)[4]["verdict"] == "NOT MET"
-    assert judge_eval({**rows, "needle": needles[:-1]})[4]["verdict"] == "not measured here"
+    assert judge_quality(rows)[4]["verdict"] == "NOT MET"
+    assert judge_quality({**rows, "needle": needles[:-1]})[4]["verdict"] == "not measured here"
 
 
 def test_documents_become_tables(tmp_path, capsys):

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from sparge_tools.studies import captured_layers
+from sparge_tools.studies import token_orders
 from sparge_tools.studies.token_orders import (
     LEAST_MASS,
     SKIPPED,
+    Tokens,
     compare_orders,
     density_at_error,
     main,
@@ -38,7 +39,7 @@ def complaint(argv, capsys):
 def test_hilbert_needs_fewer_blocks_than_rows_on_video():
     inputs = video_qkv(GRID, text=TEXT, heads=2, D=32, locality=3.0)
     rows = compare_orders(
-        "video", *inputs, GRID, text=TEXT, orders=("row", "hilbert"), skipped=("drop", "pool 16")
+        Tokens("video", *inputs, GRID, TEXT), orders=("row", "hilbert"), skipped=("drop", "pool 16")
     )
     assert [(row["order"], row["skipped"]) for row in rows] == [
         (order, way) for order in ("row", "hilbert") for way in ("drop", "pool 16")
@@ -134,11 +135,11 @@ class RunsIt:
 def test_layers_of_a_module_are_captured(monkeypatch):
     grids = {48 * 48: (1, 48, 48)}.get
     made = ZooModule("tiny", AttendsGrid(), grids, RunsIt())
-    monkeypatch.setattr(captured_layers.zoo, "load_module", lambda name: made)
-    found = list(captured_layers.capture_layers("tiny", 2))
-    assert [(name, grid) for name, *_, grid in found] == [("tiny", (1, 48, 48))] * 2
-    assert torch.equal(found[1][1], found[1][3])
-    assert found[0][1].shape == (1, 1, 48 * 48, 8)
+    monkeypatch.setattr(token_orders.zoo, "load_module", lambda name: made)
+    found = list(token_orders.captured_layers("tiny", 2))
+    assert [(each.name, each.grid) for each in found] == [("tiny", (1, 48, 48))] * 2
+    assert torch.equal(found[1].query, found[1].value)
+    assert found[0].query.shape == (1, 1, 48 * 48, 8)
     assert "forward" not in vars(made.model)
 
 

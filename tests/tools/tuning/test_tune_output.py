@@ -14,7 +14,7 @@ from sparge.values.recipe import DEFAULT
 from sparge_tools.evaluate.logits import compare, outputs_of
 from sparge_tools.tuning import TargetNotMet, scored_layers, sensitivity, tune_output, verify
 from sparge_tools.tuning.allocate import Option
-from sparge_tools.tuning.layer_levels import MASSES, HeadCurves, even_levels, levels_of
+from sparge_tools.tuning.layer_levels import MASSES, HeadCurves, levels_of
 from sparge_tools.tuning.output_measure import LanguageMeasure, _standard_error
 from sparge_tools.tuning.prefix import Prefix
 from sparge_tools.tuning.scored_layers import TunedModel, attention_layers
@@ -240,9 +240,6 @@ def test_levels_spend_the_error_where_it_saves_most():
     assert levels[1].masses[0] < 0.9 < levels[1].masses[1] < 1.0
     assert 0.5 < levels[1].density < 0.75
     assert levels[-1].density <= min(level.density for level in levels)
-    even = even_levels(curves)
-    assert [level.density for level in even] == sorted((e.density for e in even), reverse=True)
-    assert all(len(set(level.masses)) == 1 for level in even)
 
 
 def test_between_anchors_the_change_is_linear_in_the_squared_error():

@@ -18,7 +18,7 @@ from cli_runs import complaint
 from sparge import KeepMass, Profile, Schedule, accelerate
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge_tools.commands import tune_pipeline
+from sparge_tools.commands import tune_command
 from sparge_tools.renders import compare_renders
 from sparge_tools.tuning import TargetNotMet, schedule_of, tune_renders
 from sparge_tools.tuning.render_search import Level, Renderer, Verified, search_levels
@@ -211,7 +211,7 @@ def argv(flux, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPARGE_BACKEND", OURS)
     flux[0].save_pretrained("flux")
-    monkeypatch.setattr(tune_pipeline, "MASSES", MASSES)
+    monkeypatch.setattr(tune_command, "MASSES", MASSES)
     call = {name: x for name, x in flux[1].items() if name != "num_inference_steps"}
     made = ["tune", "--model", "flux", "--prompt", "a cat", "--call", json.dumps(call)]
     return [*made, "--steps", "4", "--dtype", "fp32", "-o", "p.json"]
@@ -268,7 +268,7 @@ def test_an_interrupt_writes_no_profile(argv, capsys, tmp_path, monkeypatch):
     ],
 )
 def test_options_that_do_not_go_together(more, message, argv, capsys, monkeypatch):
-    monkeypatch.setattr(tune_pipeline, "open_given", pytest.fail)
+    monkeypatch.setattr(tune_command, "open_given", pytest.fail)
     assert message in complaint([*argv, *more], capsys)
 
 

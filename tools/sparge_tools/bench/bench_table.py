@@ -1,4 +1,4 @@
-"""A benchmark's document as a table."""
+"""The documents of `sparge bench` and `sparge bench --suite vision` as tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from .cases import SAMPLED_ROWS, Case
 
 LOSES = " LOSS"
 Row = Mapping[str, Any]
-CASE = Column("case", "case")
 COLUMNS = (
     Column("contender", "contender"),
     Column("density", "den-\nsity", share),
@@ -24,15 +23,19 @@ RATIO_COLUMNS = (
     Column("ratio_text", "times\nSDPA", "{}".format),
     Column("spread", "+-", "{:.0%}".format),
 )
-LAST_COLUMNS = (
+SPEED_COLUMNS = (
     Column("ns_per_score", "ns /\nscore", three_digits),
     Column("share_of_peak", "of\npeak", "{:.0%}".format),
+)
+VISION_COLUMNS = (
+    Column("reorder_seconds", "re-\norder", milliseconds),
+    Column("ratio_reordered", "times SDPA\nwith it", times),
 )
 
 
 def bench_table(document: dict[str, Any]) -> Table:
     rows, stages = rows_with_stages(document["rows"], _case_name)
-    columns = staged_columns(CASE, stages, LAST_COLUMNS)
+    columns = staged_columns("case", stages, SPEED_COLUMNS)
     on = "" if document["device"] == "cpu" else f", on {document['device']}"
     title = f"{document['heads']} heads, structured inputs{on}"
     return Table(title, columns, rows, _notes(document, rows, stages))
@@ -51,10 +54,10 @@ def rows_with_stages(
     return made, list(dict.fromkeys(name for each in fullest for name in each))
 
 
-def staged_columns(case: Column, stages: Sequence[str], last: Sequence[Column]) -> list[Column]:
+def staged_columns(case: str, stages: Sequence[str], last: Sequence[Column]) -> list[Column]:
     """What is compared, what it kept and how far off it is, its time by stages, and its ratio."""
     times_of_stages = (Column(name, name, milliseconds) for name in stages)
-    return [case, *COLUMNS, *times_of_stages, *RATIO_COLUMNS, *last]
+    return [Column("case", case), *COLUMNS, *times_of_stages, *RATIO_COLUMNS, *last]
 
 
 def _notes(document: dict[str, Any], rows: list[dict[str, Any]], stages: list[str]) -> list[str]:
@@ -109,3 +112,42 @@ def _reasons(rows: list[dict[str, Any]]) -> list[str]:
         f"not run: {name} ({len(where)} cases, first {where[0]}): {why}"
         for (name, why), where in found.items()
     ]
+
+
+def vision_table(document: dict[str, Any]) -> Table:
+    rows, stages = rows_with_stages(document["rows"], _shape_name)
+    columns = staged_columns("shape", stages, VISION_COLUMNS)
+    title = f"Shapes of picture and video models, synthetic tokens in {document['order']} order"
+    return Table(title, columns, rows, _vision_notes(document, stages))
+
+
+def _vision_notes(document: dict[str, Any], stages: list[str]) -> list[str]:
+    seen = {row["shape"]: row for row in document["rows"]}
+    layouts = "; ".join(
+        f"{name} {row['length']} tokens ({row['layout']}: {row['source']}), {row['heads']} of "
+        f"{row['model_heads']} heads"
+        for name, row in seen.items()
+    )
+    refused = {
+        f"not run: {row['contender']}: {row['why_not']}"
+        for row in document["rows"]
+        if row["why_not"] is not None
+    }
+    return [
+        f"machine: {machine_text(document)}.",
+        f"shape: {layouts}. Heads are reduced; every head costs the same. Last: threads.",
+        "contender: 50% keeps half of the key blocks (int8; fast: int8-fast), and default is "
+        "sparge.VISION; text is protected. SDPA: torch's, in its faster dtype here, which all of "
+        "the shape's rows have.",
+        f"ms: the whole call, then its stages ({', '.join(stages)}). times SDPA: time of SDPA / "
+        "this time, within a round; median. +-: half its range over the rounds.",
+        "re-order: ms to permute query, key and value, and the output back. A model that permutes "
+        "its tokens once pays less than that once; with it: if every call did.",
+        f"error: relative L1 against dense fp64, on {SAMPLED_ROWS} query rows of each head. quant: "
+        "against fp64 over the same blocks.",
+        *sorted(refused),
+    ]
+
+
+def _shape_name(row: Row) -> str:
+    return f"{row['shape']} d{row['head_dim']} {row['threads']}t"

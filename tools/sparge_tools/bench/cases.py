@@ -16,8 +16,7 @@ from sparge.support.turns import no_garbage_collection, take_turns, threads
 from sparge.synthetic import structured_qkv
 from sparge.values.geometry import block_sizes, in_blocks
 
-from .contender import CompiledFlex, Contender, Inputs
-from .lineup import DTYPES, SDPA, SPARSE, Entry
+from .contender import DTYPES, SDPA, SPARSE, CompiledFlex, Contender, Entry, Inputs
 
 SAMPLED_ROWS = 64  # query rows of each head on which errors are measured
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25

@@ -1,29 +1,98 @@
-"""One way to compute attention (torch's SDPA, sparge, Flash- or FlexAttention), measured."""
+"""The contenders of a benchmark (torch's SDPA, sparge, Flash- and FlexAttention): dtype, recipe and
+expected cost of each as data, and each one prepared and measured."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparge import BlockPlan, Run, Unsupported, attention, explain, make_plan, record
+from sparge import (
+    DEFAULT,
+    BlockPlan,
+    KeepAll,
+    KeepFraction,
+    Recipe,
+    Run,
+    Unsupported,
+    attention,
+    explain,
+    make_plan,
+    record,
+)
 from sparge.interop import to_flex
 from sparge.support.turns import HOST, timer
-
-from .flash import KINDS as FLASH_KINDS
-from .flash import flash_attention
-from .lineup import SDPA, SPARSE, Entry
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Inputs = tuple[Tensor, Tensor, Tensor]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SDPA, SPARSE, FLEX = "sdpa", "sparse", "flex"
+TORCH_FLASH, FLASH_ATTN = "torch flash", "flash_attn"
+"""FlashAttention: torch's kernel, and the package; on accelerators."""
+
+
+def _share(share: float, *, precision: str = "int8", predictor: str = "mean") -> Recipe:
+    return Recipe(keep=KeepFraction(share), precision=precision, predictor=predictor)
+
+
+RECIPES = {
+    "all": Recipe(keep=KeepAll()),
+    "40%": _share(0.4),
+    # The same amount, chosen by the default predictor: shows the cost of its exact rows.
+    "40% blend": _share(0.4, predictor="blend"),
+    "20%": _share(0.2),
+    "default": DEFAULT,
+    "fast all": Recipe(keep=KeepAll(), precision="int8-fast"),
+    "fast 40%": _share(0.4, precision="int8-fast"),
+    "fast 20%": _share(0.2, precision="int8-fast"),
+    "fp32 all": Recipe(keep=KeepAll()),
+}
+"""Measured on every backend; in bf16, unless the name says fp32."""
+IN_FLEX = ("all", "40%", "20%", "default")  # FlexAttention has no precision of its own
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender. backend: the backend that computes attention, or that chooses the blocks."""
+
+    name: str
+    kind: str
+    dtype: str
+    backend: str | None = None
+    recipe_name: str | None = None
+    recipe: Recipe | None = None
+
+
+def lineup(backends: Sequence[str], words: Sequence[str] = (), device: str = "cpu") -> list[Entry]:
+    """Contenders whose name contains one of the words (all without words), and SDPA of their
+    dtypes. Raises ValueError for a word that no name contains."""
+    runs = [(SPARSE, backend, backend, name) for backend in backends for name in RECIPES]
+    runs += [(FLEX, FLEX, backends[0], name) for name in IN_FLEX]  # blocks of the first backend
+    flash = () if device == "cpu" else (TORCH_FLASH, FLASH_ATTN)
+    found = [Entry(kind, kind, "bf16") for kind in flash]
+    for kind, title, backend, name in runs:
+        dtype = "fp32" if name.startswith("fp32") else "bf16"
+        found.append(Entry(f"{title} {name}", kind, dtype, backend, name, RECIPES[name]))
+    for word in words:
+        if not any(word in entry.name for entry in found):
+            names = ", ".join(entry.name for entry in found)
+            raise ValueError(f"--contenders: no name contains {word!r}; the names are {names}")
+    chosen = [e for e in found if not words or any(word in e.name for word in words)]
+    result = []
+    for dtype in DTYPES:
+        same = [entry for entry in chosen if entry.dtype == dtype]
+        result += [Entry(f"SDPA {dtype}", SDPA, dtype), *same] if same else []
+    return result
 
 
 class CompiledFlex:
@@ -45,8 +114,7 @@ class CompiledFlex:
                 with torch._inductor.config.patch(compile_threads=1):
                     self(inputs, block_mask)
             except Exception as fault:  # whatever fails, the other rows are measured
-                first_line = next(iter(str(fault).strip().splitlines()), "no reason given")
-                self.fault = f"does not compile here: {type(fault).__name__}: {first_line}"
+                self.fault = f"does not compile here: {_in_one_line(fault)}"
         return self.fault
 
     @torch.no_grad()
@@ -62,6 +130,39 @@ def _compiled() -> Callable[..., Any]:
     # Earlier shapes count towards a limit after which torch falls back to eager mode.
     torch.compiler.reset()
     return torch.compile(flex_attention, dynamic=False)
+
+
+def _in_one_line(fault: Exception) -> str:
+    first_line = next(iter(str(fault).strip().splitlines()), "no reason given")
+    return f"{type(fault).__name__}: {first_line}"
+
+
+def flash_attention(
+    kind: str, inputs: Inputs, *, is_causal: bool
+) -> tuple[Callable[[], Tensor], str | None]:
+    """How FlashAttention is called, and why it does not run here, or None. It is run once."""
+    run = partial(FLASH_KINDS[kind], *inputs, is_causal=is_causal)
+    try:
+        run()
+    except Exception as fault:  # whatever fails, the other rows are measured
+        return run, f"does not run here: {_in_one_line(fault)}"
+    return run, None
+
+
+def _torch_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    """The package has tokens before heads."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out: Tensor = import_module("flash_attn").flash_attn_func(q, k, v, causal=is_causal)
+    return out.transpose(1, 2)
+
+
+FLASH_KINDS = {TORCH_FLASH: _torch_flash, FLASH_ATTN: _flash_attn}
+"""On accelerators: torch's own kernel, and the package flash_attn."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 
 from sparge.support.turns import HOST, take_turns, threads, timer
 
-from .lineup import DTYPES
+from .contender import DTYPES
 
 SIZES, ACCELERATOR_SIZES = (256, 1024), (1024, 8192)
 SECONDS = 0.3  # spent on each product; the fastest run counts

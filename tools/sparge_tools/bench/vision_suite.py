@@ -23,8 +23,7 @@ from sparge.support.turns import take_turns, threads, timer
 
 from ..synthetic_video import video_qkv
 from .cases import SAMPLED_ROWS, Case, Row, case_rows, measure_contenders
-from .contender import CompiledFlex, Contender, Inputs
-from .lineup import DTYPES, SDPA, SPARSE, Entry
+from .contender import DTYPES, SDPA, SPARSE, CompiledFlex, Contender, Entry, Inputs
 
 HALF, FAST_HALF = "50%", "fast 50%"
 RECIPES = {

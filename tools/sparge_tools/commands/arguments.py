@@ -1,4 +1,5 @@
-"""Arguments that several commands share: how they are read, and checked before any work."""
+"""Arguments that several commands share: how they are read, and checked before any work. Among them
+how a diffusers pipeline runs: prompts, seeds, sizes, schedule."""
 
 from __future__ import annotations
 
@@ -12,18 +13,28 @@ from typing import Any
 
 from torch import nn
 
-from sparge import Schedule
-from sparge.cli.arguments import read_json
+from sparge import KeepError, Profile, Schedule
+from sparge.cli.arguments import DTYPES, read_json, whole
 from sparge.models.adapters import find_adapter
 from sparge.reorder import check_order
 from sparge.support.json_text import parse_json, short
 
 from .. import zoo
 from ..renders.open_pipeline import is_pipeline, open_pipeline
+from ..tuning import schedule_of as tuned_schedule
 from ..zoo.kinds import CONFIG, KINDS
 
 MODEL = "smollm2-135m-instruct"
 LANGUAGE, PIPELINE, MODULE = "a language model", "a diffusers pipeline", "a module of the zoo"
+OF_CALLS = ("prompt", "prompts", "seeds", "steps", "height", "width", "frames", "call")
+OF_RENDERS = (*OF_CALLS, "offload", "tiling", "schedule", "dense_first")
+"""Options that only a pipeline has a use for."""
+_NAMES = {
+    "steps": "num_inference_steps",
+    "height": "height",
+    "width": "width",
+    "frames": "num_frames",
+}
 
 
 def words(text: str) -> list[str]:
@@ -34,6 +45,14 @@ def words(text: str) -> list[str]:
 def schedule(text: str) -> Schedule:
     """A JSON object, or a file that holds one."""
     return read_json(text, Schedule.from_json)
+
+
+def budgets(text: str) -> tuple[float, ...]:
+    """Error budgets, such as 0.01,0.05."""
+    try:
+        return tuple(KeepError(float(part)).max_error for part in text.split(","))  # type: ignore[misc]
+    except ValueError as mistake:
+        raise argparse.ArgumentTypeError(str(mistake)) from None
 
 
 def order(text: str) -> str:
@@ -103,8 +122,10 @@ def add_text(parser: Any, more: str = "", **options: Any) -> None:
     parser.add_argument("--text", metavar="NAME|FILE", help=about, **options)
 
 
-def check_file(path: str, option: str = "--output") -> None:
-    """Raise ValueError if a file could not be written at `path`. Nothing is made."""
+def check_file(path: str | None, option: str = "--output") -> None:
+    """Raise ValueError if a file could not be written at `path`; nothing is made. None: no file."""
+    if path is None:
+        return
     try:
         target = Path(path)
         if not target.name or (target.exists() and not target.is_file()):
@@ -124,3 +145,68 @@ def check_directory(path: str, option: str = "--output") -> None:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise ValueError(f"{option} {path!r} cannot be written: {error.strerror}") from None
+
+
+def add_render_options(parser: argparse.ArgumentParser, seeds: str = "default: 1") -> None:
+    group = parser.add_argument_group("of diffusers pipelines")
+    add = group.add_argument
+    add("--prompt", action="append", metavar="TEXT", help="may be repeated")
+    add("--prompts", metavar="FILE", help="a file with a prompt in each line")
+    add("--seeds", type=whole, metavar="N", help=f"renders of each prompt; {seeds}")
+    add("--steps", type=whole, metavar="N", help="of the sampler; default: the pipeline's")
+    add("--height", type=whole, metavar="PIXELS", help="default: the pipeline's")
+    add("--width", type=whole, metavar="PIXELS", help="default: the pipeline's")
+    add("--frames", type=whole, metavar="N", help="of a video; default: the pipeline's")
+    about = "more arguments of the pipeline, such as '{\"guidance_scale\": 3.5}'"
+    add("--call", type=json_object, metavar="JSON", help=about)
+    add("--offload", action="store_true", help="keep idle parts of the pipeline off the GPU")
+    add("--tiling", action="store_true", help="decode in tiles, which takes less memory")
+    how = group.add_mutually_exclusive_group()
+    about = "where in a run attention is sparse: a JSON object, or a file that holds one"
+    how.add_argument("--schedule", type=schedule, metavar="JSON", help=about)
+    about = "share of the run, from pure noise on, that stays dense; default: 0.2"
+    how.add_argument("--dense-first", type=float, metavar="SHARE", help=about)
+    about = "of visual tokens in attention: hilbert (the default), row, tiles:4x4x4 and others"
+    parser.add_argument("--order", type=order, metavar="NAME", help=about)
+
+
+def prompts_of(args: argparse.Namespace) -> list[str]:
+    """The prompts given, at least one."""
+    found = list(args.prompt or [])
+    if args.prompts is not None:
+        try:
+            lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts {args.prompts!r} cannot be read: {error}") from None
+        found += [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise ValueError("a prompt is needed: --prompt TEXT, or --prompts FILE with one in a line")
+    return found
+
+
+def call_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of every call of the pipeline."""
+    call = dict(args.call or {})
+    for option, name in _NAMES.items():
+        if (value := getattr(args, option)) is None:
+            continue
+        if name in call:
+            raise ValueError(f"--{option} and {name} in --call say the same; give one of them")
+        call[name] = value
+    return call
+
+
+def schedule_of(args: argparse.Namespace, profile: Profile | None = None) -> Schedule | None:
+    """As given, or as the profile was tuned with; None is the default of `accelerate`."""
+    if args.schedule is not None:
+        given: Schedule = args.schedule
+        return given
+    if args.dense_first is not None:
+        return Schedule(dense_first=args.dense_first)
+    return None if profile is None else tuned_schedule(profile)
+
+
+def open_given(args: argparse.Namespace) -> Any:
+    """The pipeline of --model."""
+    dtype = DTYPES.get(args.dtype) or zoo.best_dtype()
+    return open_pipeline(args.model, dtype=dtype, offload=args.offload, tiling=args.tiling)

@@ -1,8 +1,9 @@
 """`sparge bench`: sparge's attention, torch's SDPA, Flash- and FlexAttention, in one run.
 
 Contenders take turns within each round; figures are medians over the rounds. Nothing is printed
-if a backend fails the self-check or a row is wrong. `sparge bench error` is bench_error.py,
-`sparge bench --suite vision` is bench_vision.py, `sparge bench --static` is bench_static.py.
+if a backend fails the self-check or a row is wrong. `sparge bench error`: does an error budget hold
+on inputs made to break it? `sparge bench --suite vision`: the shapes of picture and video models.
+`sparge bench --static` is bench_static.py.
 """
 
 from __future__ import annotations
@@ -11,30 +12,43 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
 import torch
 
+from sparge import DEFAULT, KeepError
 from sparge.cli import BAD_RESULT, OK
-from sparge.cli.arguments import add_json, whole, wholes
+from sparge.cli.arguments import add_json, add_recipe, whole, wholes
 from sparge.cli.machine import devices, load_average, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
-from sparge.cli.self_check import Check, check_backends, check_sparse
+from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
+from sparge.cli.self_check import check_backends, check_sparse
+from sparge.reorder import check_order
 from sparge.routing import backends
 from sparge.synthetic import MIN_HEAD_DIM
 from sparge.values.geometry import MAX_HEAD_DIM
 
-from ..bench.bench_table import bench_table
+from ..bench.bench_table import bench_table, vision_table
 from ..bench.cases import Case, add_shares_of_peak, measure_cases
+from ..bench.contender import Entry, lineup
+from ..bench.error_suite import (
+    BUDGETS,
+    FACTOR,
+    FAMILIES,
+    OVER,
+    SEEN,
+    adversaries,
+    failures,
+    run_suite,
+    summarize,
+)
 from ..bench.gemm_peak import gemm_peaks, gemm_rates
-from ..bench.lineup import Entry, lineup
-from ..bench.vision_table import vision_table
-from . import bench_error, bench_static, bench_vision
-from .arguments import check_file, words
+from ..bench.vision_suite import Setting, VisionShape, measure_shape, named_shapes
+from . import bench_static
+from .arguments import budgets, check_file, words
 
-FORMAT = "sparge.bench/3"
+FORMAT, VISION_FORMAT = "sparge.bench/3", "sparge.bench.vision/1"
 LENGTHS = [1024, 4096, 8192]
 FULL_LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
 HEAD_DIMS = [64, 128]
@@ -44,6 +58,15 @@ DEVICES = ("auto", "cpu", "cuda", "xpu")
 ROW_TOLERANCE = 0.05
 """Largest error of a benchmark row against fp64 over its own blocks: ten times the usual error of
 8 bits and a bf16 output."""
+PER_FAMILY = 30
+NOT_HERE: dict[str, Any] = {
+    "lengths": None,
+    "head_dims": None,
+    "causal": None,
+    "full": False,
+    "contenders": [],
+}
+"""Options of the speed suite that the shapes decide, and what they are if nobody gives them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "speed (default); error: KeepError on adversarial inputs; vision: shapes of models"
     add("suite", nargs="?", choices=SUITES, help=about)
     add("--suite", choices=SUITES, dest="suite_option", help="the same, as an option")
-    bench_error.add_arguments(parser)
-    bench_vision.add_arguments(parser)
+    add_error_arguments(parser)
+    add_vision_arguments(parser)
     bench_static.add_arguments(parser)
     add("--lengths", type=wholes, help="default: 1024,4096,8192; with --full 1024 to 32768")
     add("--full", action="store_true", help="all lengths, with 1 and with all threads; hours")
@@ -72,30 +95,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     args.suite = wanted_suite(args)
     if args.suite != "vision":
-        bench_vision.refuse_arguments(args)
+        refuse_vision_arguments(args)
     if args.device != "cpu" and (args.suite == "error" or args.static):
         raise ValueError(f"--device is for measuring speed, got --device {args.device}")
     args.device = found_device(args.device)
     if args.backends is None:
         args.backends = ["cpu"] if args.device == "cpu" else ["triton"]
     if args.suite == "error":
-        return bench_error.run(args)
+        return run_error(args)
     if args.static:
         return bench_static.run(args)
     is_vision = args.suite == "vision"
-    shapes = bench_vision.check_arguments(args) if is_vision else []
+    shapes = check_vision_arguments(args) if is_vision else []
     check_arguments(args)
     entries = [] if is_vision else lineup(args.backends, args.contenders, args.device)
     checks = [*check_backends(args.device), *check_sparse(args.backends, args.device)]
     red = [check for check in checks if check.verdict == "failed"]
     if red:
         return refuse([f"{check.backend} fails the self-check: {check.why}" for check in red])
-    if is_vision:
-        document = bench_vision.measure(args, shapes, checks)
-    else:
-        document = measure(args, entries, checks)
-    if wrong := wrong_rows(document["rows"]):
+    where, start = where_it_runs(), time.perf_counter()
+    found = measure_vision(args, shapes) if is_vision else measure(args, entries)
+    if wrong := wrong_rows(found["rows"]):
         return refuse(wrong)
+    document = {
+        "format": VISION_FORMAT if is_vision else FORMAT,
+        **where,
+        "load_average_after": load_average(),
+        "took_seconds": time.perf_counter() - start,
+        "device": args.device,
+        "self_check": [asdict(check) for check in checks],
+        **found,
+    }
     table = vision_table if is_vision else bench_table
     deliver(document, args, lambda: show_table(console(), table(document)))
     return OK
@@ -126,8 +156,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for every mistake that can be found before measuring."""
     if args.threads and args.device != "cpu":
         raise ValueError(f"--threads is for --device cpu, got --device {args.device}")
-    if args.output is not None:
-        check_file(args.output)
+    check_file(args.output)
     for dim in args.head_dims or ():
         if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
             raise ValueError(
@@ -146,8 +175,7 @@ def refuse(reasons: list[str]) -> int:
     return BAD_RESULT
 
 
-def measure(args: argparse.Namespace, entries: list[Entry], checks: list[Check]) -> dict[str, Any]:
-    where, start = where_it_runs(), time.perf_counter()
+def measure(args: argparse.Namespace, entries: list[Entry]) -> dict[str, Any]:
     wanted, heads = wanted_cases(args), args.heads or HEADS
     counts = sorted({case.threads for case in wanted})
     before = gemm_rates(counts, args.device)
@@ -159,16 +187,10 @@ def measure(args: argparse.Namespace, entries: list[Entry], checks: list[Check])
     peaks = gemm_peaks(before, gemm_rates(counts, args.device))
     add_shares_of_peak(rows, {n: peak["peak"] for n, peak in peaks.items()})
     return {
-        "format": FORMAT,
-        **where,
-        "load_average_after": load_average(),
-        "took_seconds": time.perf_counter() - start,
-        "device": args.device,
         "heads": heads,
         "threads": counts,
         "cases": [asdict(case) for case in wanted],
         "peaks": {str(n): peak for n, peak in peaks.items()},
-        "self_check": [asdict(check) for check in checks],
         "rows": rows,
     }
 
@@ -192,3 +214,105 @@ def wrong_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         if row["kind"] == "sparse" and row["why_not"] is None
         if not row["quantization_error"] < ROW_TOLERANCE  # also fails for NaN
     ]
+
+
+def add_error_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sparge bench error")
+    add = group.add_argument
+    add("--cases", type=whole, default=PER_FAMILY, help="of each family; default: %(default)s")
+    add("--seed", type=int, default=0, help="of the first case; default: %(default)s")
+    add("--budgets", type=budgets, default=BUDGETS, help="default: 0.01,0.02,0.05,0.1")
+    add_recipe(group, help="all but its keep is used; default: sparge.DEFAULT")
+
+
+def run_error(args: argparse.Namespace) -> int:
+    """Every head of every case, at every budget, against dense attention. Fails if more heads than
+    allowed exceed their budget or report a wrong error, or if a larger budget keeps more."""
+    check_file(args.output)
+    cases = adversaries(args.cases, first_seed=args.seed)
+    recipe = replace(args.recipe or DEFAULT, keep=KeepError(args.budgets[0]))
+    start = time.perf_counter()
+    with progress("measuring", len(cases)) as step:
+        outcomes = run_suite(cases, args.budgets, recipe, backend=args.backends[0], step=step)
+    by_budget, by_family = (summarize(outcomes, by) for by in ("budget", "family"))
+    missed = failures(by_budget)
+    document: dict[str, Any] = {
+        "format": "sparge.bench.error/1",
+        **where_it_runs(),
+        "took_seconds": time.perf_counter() - start,
+        "recipe": recipe.to_dict(),
+        "families": list(FAMILIES),
+        "cases": len(cases),
+        "by_budget": by_budget,
+        "by_family": by_family,
+        "missed": missed,
+    }
+
+    def show() -> None:
+        screen = console()
+        for title, rows in (("budget", by_budget), ("family", by_family)):
+            show_table(screen, error_table(title, rows, len(cases)))
+        for why in missed:
+            print(f"sparge: {why}", file=sys.stderr)
+
+    deliver(document, args, show)
+    return BAD_RESULT if missed else OK
+
+
+def error_table(by: str, rows: list[dict[str, Any]], cases: int) -> Table:
+    columns = (
+        Column("of", by),
+        Column("heads", "heads"),
+        Column("density", "density", share),
+        Column("error", "true error,\nmean", error),
+        Column("worst", "largest\nerror / budget", "{:.2f}".format),
+        Column("over", f"over {OVER}x\nthe budget", "{:.1%}".format),
+        Column("misjudged", f"reported error\noff by > {FACTOR}x", "{:.1%}".format),
+        Column("raised", "precision\nraised", "{:.0%}".format),
+        Column("rising", "keeps more at\na larger budget"),
+    )
+    title = (
+        f"KeepError on {cases} adversarial cases, by {by}; "
+        f"reported errors are judged where the true one is above {SEEN}"
+    )
+    return Table(title=title, columns=columns, rows=rows)
+
+
+def add_vision_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sparge bench --suite vision")
+    add = group.add_argument
+    about = "flux, cogvideox, mochi, wan; default: all, minutes; flux alone takes seconds"
+    add("--shapes", type=words, metavar="NAME,…", help=about)
+    about = "of the visual tokens: hilbert (default), row, column, time, tiles:4x4x4, random"
+    add("--order", metavar="NAME", help=about)
+
+
+def refuse_vision_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that is for this suite alone."""
+    for name in ("shapes", "order"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} is for --suite vision, got --{name} {getattr(args, name)}")
+
+
+def check_vision_arguments(args: argparse.Namespace) -> list[VisionShape]:
+    """The shapes that are wanted. Raises ValueError for an option that has no meaning here."""
+    for name, not_given in NOT_HERE.items():
+        if getattr(args, name) != not_given:
+            option = name.replace("_", "-")
+            raise ValueError(
+                f"--{option} is not for --suite vision, whose shapes are those of models; "
+                "choose among them with --shapes"
+            )
+    args.order = check_order(args.order or Setting.order)
+    return named_shapes(args.shapes or [])
+
+
+def measure_vision(args: argparse.Namespace, shapes: list[VisionShape]) -> dict[str, Any]:
+    setting = Setting(args.backends, args.order, args.heads, args.repeat, args.device)
+    wanted = list(product(shapes, args.threads or [torch.get_num_threads()]))
+    rows: list[dict[str, Any]] = []
+    with progress("measuring", len(wanted)) as step:
+        for shape, n_threads in wanted:
+            rows += measure_shape(shape, setting, n_threads)
+            step(f"{shape.name} {n_threads}t")
+    return {"order": args.order, "rows": rows}

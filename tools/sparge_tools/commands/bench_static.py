@@ -124,8 +124,7 @@ def run_draws(args: argparse.Namespace, targets: list[str], version: str) -> int
 
 def wanted(args: argparse.Namespace) -> tuple[list[str], list[Any]]:
     """The targets and variants that were asked for, or ValueError."""
-    if args.output is not None:
-        check_file(args.output)
+    check_file(args.output)
     reason = args.update_ratchet
     if reason is not None and len(reason.strip()) < LEAST_REASON:
         raise ValueError(f"--update-ratchet must say why the numbers change, got {reason!r}")

@@ -1,6 +1,6 @@
 """`sparge demo`: a real model reads one long document, dense and with sparge; writes a page.
 
-With --vision, models of pictures show theirs instead (demo_vision.py).
+With --vision: masks of photographs by SAM 2, and terrain made of noise, with the pictures.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,16 +20,21 @@ from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver, progress, show_table
 from sparge.support.atomic_files import replace_file
 
+from .. import zoo
 from ..optional_libraries import need_libraries
-from .arguments import MODEL, add_model, add_text, check_file
-from .demo_vision import add_vision_options, run_vision
-
-if TYPE_CHECKING:
-    from ..showcase.measure import DemoInputs
-    from ..showcase.result import Showcase
+from ..renders import Renders, compare_results
+from ..showcase import comparison, pictures_page
+from ..showcase.measure import DemoInputs, measure_showcase, prepare_inputs
+from ..showcase.page import make_page
+from ..showcase.page_figures import make_figures
+from ..showcase.result import Showcase
+from .arguments import MODEL, MODULE, add_model, add_text, check_file, kind_of
 
 STEPS = 4  # of a run, besides its prefills: loading, warming up, perplexity, attention maps
 DEFAULTS = {"tokens": 7500, "model": MODEL, "text": "essays", "repeats": 1, "page": "report.html"}
+SHOWN = ("sam2-hiera-tiny", "terrain-consistency-unet")
+INPUTS, VISION_PAGE = 4, "vision.html"  # of --vision
+_OF_TEXT = ("tokens", "text", "repeats")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +62,6 @@ def run(args: argparse.Namespace) -> int:
     fill_in(args, DEFAULTS)
     check_file(args.page)
     need_libraries("the demo cannot run", "transformers", "matplotlib", extra="demo")
-    # These import heavy libraries; the checks above need none of them.
-    from ..showcase.page import make_page
-    from ..showcase.page_figures import make_figures
-
     show = measure(args, prepare(args))
     replace_file(args.page, make_page(show, make_figures(show)).encode())
     deliver(show.to_dict(), args, lambda: print_table(show, args.page))
@@ -69,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(args: argparse.Namespace) -> DemoInputs:
     """Fetch model and text, and check all that can be checked without the weights."""
-    from ..showcase.measure import prepare_inputs
-
     try:
         return prepare_inputs(model=args.model, text=args.text, tokens=args.tokens, seed=args.seed)
     except Unsupported as refusal:
@@ -79,8 +78,6 @@ def prepare(args: argparse.Namespace) -> DemoInputs:
 
 
 def measure(args: argparse.Namespace, prepared: DemoInputs) -> Showcase:
-    from ..showcase.measure import measure_showcase
-
     where = where_it_runs()
     with progress("reading", STEPS + 2 * args.repeats) as step:
         step("loading the model")
@@ -96,8 +93,6 @@ def measure(args: argparse.Namespace, prepared: DemoInputs) -> Showcase:
 
 
 def load(args: argparse.Namespace, prepared: DemoInputs) -> Any:
-    from .. import zoo
-
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     try:
         return zoo.load(os.fspath(prepared.directory.resolve()), dtype=dtype)[0]
@@ -113,8 +108,6 @@ def load(args: argparse.Namespace, prepared: DemoInputs) -> Any:
 
 
 def print_table(show: Showcase, page: str) -> None:
-    from ..showcase.comparison import comparison_table, cost, fallback_lines, verdict
-
     screen, needle = console(), show.needle
     screen.print(
         f"sparge {show.where['versions']['sparge']} demo: {show.model['name']} reads "
@@ -123,12 +116,82 @@ def print_table(show: Showcase, page: str) -> None:
         f"machine: {machine_text(show.where)}\n",
         soft_wrap=True,
     )
-    show_table(screen, comparison_table(show))
+    show_table(screen, comparison.comparison_table(show))
     answers = [" ".join(each.answer.splitlines()) for each in (show.dense, show.sparge)]
     lines = [
         f"\nhidden at token {needle.token:,}: {needle.fact}\nasked: {needle.question}",
         f"dense:  {needle.prefix}{answers[0]}\nsparge: {needle.prefix}{answers[1]}\n",
-        *(f"not sparse {line}" for line in fallback_lines(show)),
-        f"\n{verdict(show)} {cost(show)}\npage: {page}",
+        *(f"not sparse {line}" for line in comparison.fallback_lines(show)),
+        f"\n{comparison.verdict(show)} {comparison.cost(show)}\npage: {page}",
     ]
     screen.print("\n".join(lines), soft_wrap=True)
+
+
+def add_vision_options(parser: argparse.ArgumentParser) -> None:
+    about = f"show {' and '.join(SHOWN)}, which are downloaded once, instead of a language model"
+    parser.add_argument("--vision", action="store_true", help=about)
+    about = f"with --vision: photographs, and fields of noise; default: {INPUTS}"
+    parser.add_argument("--inputs", type=whole, metavar="N", help=about)
+
+
+def run_vision(args: argparse.Namespace) -> int:
+    for name in _OF_TEXT:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} is for the demo of a language model; --vision has none")
+    names = SHOWN if args.model is None else (args.model,)
+    if args.model is not None and kind_of(args.model) != MODULE:
+        raise ValueError(
+            f"--model with --vision must be a module of the zoo, such as {SHOWN[0]}; {args.model} "
+            "is none"
+        )
+    page = args.page or VISION_PAGE
+    check_file(page)
+    libraries = ("skimage", "flip_evaluator", "PIL", "matplotlib")
+    need_libraries("the demo cannot run", *libraries, extra="vision")
+    where, command = where_it_runs(), shlex.join(["sparge", *sys.argv[1:]])
+    sections = measure_vision(args, names)
+    title = "sparge demo · pictures, dense and sparse"
+    html = pictures_page.make_pictures_page(title, sections, command=command, where=where)
+    replace_file(page, html.encode())
+    document = {
+        "format": "sparge.showcase.vision/1",
+        **where,
+        "command": command,
+        "page": page,
+        "models": [renders.to_dict() for renders in sections],
+    }
+    deliver(document, args, lambda: print_pictures(document, sections, page))
+    return OK
+
+
+def measure_vision(args: argparse.Namespace, names: tuple[str, ...]) -> list[Renders]:
+    inputs = args.inputs or INPUTS
+    dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
+    sections = []
+    with progress("running", len(names) * (2 + 2 * inputs)) as step:
+        for name in names:
+            step(f"loading {name}")
+            sections.append(
+                compare_results(
+                    zoo.load_module(name, dtype=dtype),
+                    inputs=inputs,
+                    seed=args.seed,
+                    recipe=args.recipe,
+                    done=step,
+                )
+            )
+    return sections
+
+
+def print_pictures(document: dict[str, Any], sections: list[Renders], page: str) -> None:
+    screen = console()
+    screen.print(
+        f"sparge {document['versions']['sparge']} demo: pictures\n"
+        f"machine: {machine_text(document)}\n",
+        soft_wrap=True,
+    )
+    for renders in sections:
+        show_table(screen, pictures_page.pairs_table(renders))
+        screen.print()
+    told = f"{pictures_page.verdict(sections)} {pictures_page.cost(sections)}"
+    screen.print(f"{told}\npage: {page}", soft_wrap=True)

@@ -1,25 +1,25 @@
 """`sparge eval`: what a model gains with sparge, and what it costs.
 
-Of a language model here; of a diffusers pipeline and of other modules of the zoo, which are judged
-by their results, in eval_pipeline.py.
-
-Every measurement is saved in the run directory at once. Interrupted runs resume: give the same
-command again.
+Every measurement of a language model is saved in the run directory at once. Interrupted runs
+resume: give the same command again. A diffusers pipeline and other modules of the zoo are judged by
+their results, dense and sparse: a document, pictures and a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from contextlib import closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from sparge import Profile
 from sparge.backends.cpu import library as native
 from sparge.cli import OK
 from sparge.cli.arguments import DTYPES, add_json, add_recipe, fill_in, whole, wholes
@@ -30,25 +30,37 @@ from sparge.support.atomic_files import replace_file
 from sparge.support.turns import threads
 
 from .. import zoo
-from ..evaluate.run_directory import DOCUMENT_FILE, RunDirectory, open_run
+from ..evaluate.cells import FORMAT, measure_rows, run_cells
+from ..evaluate.eval_report import draw_figures, eval_tables
+from ..evaluate.run_directory import DOCUMENT_FILE, KEY_FILE, RunDirectory, open_run
 from ..evaluate.settings import MEASURES, TASKS, Cell, Settings, digest_of
+from ..evaluate.tested_model import TestedModel
+from ..optional_libraries import need_libraries
+from ..renders import Pair, Renders, compare_renders, compare_results, difference_map
+from ..renders.media import shown_frames, to_png
+from ..showcase.pictures_page import cost, make_pictures_page, pairs_table, verdict
 from .arguments import (
     LANGUAGE,
+    OF_RENDERS,
+    PIPELINE,
     add_model,
+    add_render_options,
     add_text,
+    call_of,
     check_directory,
     eval_directory,
     kind_of,
+    open_given,
+    prompts_of,
     refuse_options,
+    schedule_of,
     words,
 )
-from .pipeline_options import OF_RENDERS, add_render_options
-
-if TYPE_CHECKING:
-    from ..evaluate.tested_model import TestedModel
-
 
 OF_TEXTS = ("lengths", "measures", "text", "depths", "windows", "tasks", "limit", "repeat", "fresh")
+PAGE = "eval.html"
+INPUTS = 4  # of a module's task
+OURS = re.compile(r"pair-\d+(-frame-\d+)?-(dense|sparge|difference)\.png")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,18 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     kind = kind_of(args.model)
     if kind != LANGUAGE:
-        from .eval_pipeline import run_renders
-
         refuse_options(args, OF_TEXTS, kind)
         return run_renders(args, kind)
     refuse_options(args, (*OF_RENDERS, "order", "inputs"), kind)
     settings = settings_of(args)
     path = eval_directory(args.directory, settings.model)
     check_directory(str(path))
-    # These import heavy libraries; the checks above need none of them.
-    from ..evaluate.eval_figures import draw_figures
-    from ..evaluate.tested_model import TestedModel
-
     with threads(args.threads) if args.threads else nullcontext():
         tested, where = TestedModel(settings, path), where_it_runs()
         key = {**tested.key(), **numbers_depend_on()}
@@ -131,8 +137,6 @@ def numbers_depend_on() -> dict[str, Any]:
 
 def measure(tested: TestedModel, directory: RunDirectory) -> None:
     """Measure all cells. If the run stops early, say that its measurements are saved."""
-    from ..evaluate.cells import run_cells
-
     cells = tested.settings.cells()
     try:
         with progress("evaluating", len(cells)) as step:
@@ -154,8 +158,6 @@ def measure(tested: TestedModel, directory: RunDirectory) -> None:
 def make_document(
     tested: TestedModel, where: dict[str, Any], directory: RunDirectory
 ) -> dict[str, Any]:
-    from ..evaluate.cells import FORMAT, measure_rows
-
     settings, text = tested.settings, tested.text
     return {
         "format": FORMAT,
@@ -170,8 +172,6 @@ def make_document(
 
 
 def show(document: dict[str, Any], files: list[Path]) -> None:
-    from ..evaluate.eval_tables import eval_tables
-
     screen = console()
     model, settings = document["model"], document["settings"]
     screen.print(
@@ -183,4 +183,114 @@ def show(document: dict[str, Any], files: list[Path]) -> None:
     for table in eval_tables(document):
         show_table(screen, table)
         screen.print()
+    screen.print(f"written: {', '.join(map(str, files))}", soft_wrap=True)
+
+
+def run_renders(args: argparse.Namespace, kind: str) -> int:
+    path = eval_directory(args.directory, args.model)
+    check_place(path)
+    libraries = ("skimage", "flip_evaluator", "PIL")
+    need_libraries("renders cannot be compared", *libraries, extra="vision")
+    profile = None if args.profile is None else Profile.load(args.profile)
+    measure = eval_pipeline if kind == PIPELINE else eval_module
+    with threads(args.threads) if args.threads else nullcontext():
+        where = where_it_runs()
+        renders = measure(args, profile)
+    document = {
+        "format": "sparge.eval.renders/1",
+        **where,
+        "command": shlex.join(["sparge", *sys.argv[1:]]),
+        "kind": kind,
+        "directory": str(path),
+        **{f: x for f, x in renders.to_dict().items() if f != "format"},
+    }
+    written = write_renders(path, renders, document)
+    deliver(document, args, lambda: show_renders(document, renders, written))
+    return OK
+
+
+def check_place(path: Path) -> None:
+    """Raise ValueError if the directory cannot be written, or holds something else."""
+    check_directory(str(path))
+    there = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if KEY_FILE in there or (there and DOCUMENT_FILE not in there):
+        raise ValueError(
+            f"--output must name a new directory or one of renders; {str(path)!r} holds {there[0]}"
+        )
+
+
+def eval_pipeline(args: argparse.Namespace, profile: Profile | None) -> Renders:
+    refuse_options(args, ("inputs",), PIPELINE)
+    prompts, call, seeds = prompts_of(args), call_of(args), args.seeds or 1
+    schedule = schedule_of(args, profile)
+    with progress("rendering", 2 + 2 * len(prompts) * seeds) as step:
+        step("loading the pipeline")
+        return compare_renders(
+            open_given(args),
+            prompts,
+            seeds=range(args.seed, args.seed + seeds),
+            call=call,
+            recipe=args.recipe,
+            profile=profile,
+            schedule=schedule,
+            order=args.order,
+            name=Path(args.model).resolve().name,
+            done=step,
+        )
+
+
+def eval_module(args: argparse.Namespace, profile: Profile | None) -> Renders:
+    refuse_options(args, OF_RENDERS, "a module of the zoo")
+    inputs = args.inputs or INPUTS
+    with progress("running", 2 + 2 * inputs) as step:
+        step("loading the model")
+        dtype = DTYPES.get(args.dtype, torch.float32)  # modules of the zoo are small
+        return compare_results(
+            zoo.load_module(args.model, dtype=dtype),
+            inputs=inputs,
+            seed=args.seed,
+            recipe=args.recipe,
+            profile=profile,
+            order=args.order,
+            done=step,
+        )
+
+
+def write_renders(path: Path, renders: Renders, document: dict[str, Any]) -> list[Path]:
+    """The pictures, the page, and at last the document; pictures of an earlier run are removed."""
+    path.mkdir(parents=True, exist_ok=True)
+    for old in path.iterdir():
+        if OURS.fullmatch(old.name):
+            old.unlink()
+    for i, pair in enumerate(renders.pairs):
+        for frame, stem in frame_stems(i, pair):
+            dense, sparse = pair.dense[frame], pair.sparse[frame]
+            trio = {"dense": dense, "sparge": sparse, "difference": difference_map(dense, sparse)}
+            for way, picture in trio.items():
+                replace_file(path / f"{stem}-{way}.png", to_png(picture))
+    title = f"sparge eval · {renders.model}"
+    page = make_pictures_page(title, [renders], command=document["command"], where=document)
+    replace_file(path / PAGE, page.encode())
+    replace_file(path / DOCUMENT_FILE, f"{to_json(document)}\n".encode())
+    return [path / DOCUMENT_FILE, path / PAGE]
+
+
+def frame_stems(i: int, pair: Pair) -> list[tuple[int, str]]:
+    """The frames that are written of a pair, and how their files begin."""
+    if pair.dense is None:
+        return []
+    if len(pair.dense) == 1:
+        return [(0, f"pair-{i:02d}")]
+    return [(f, f"pair-{i:02d}-frame-{f:03d}") for f in shown_frames(len(pair.dense))]
+
+
+def show_renders(document: dict[str, Any], renders: Renders, files: list[Path]) -> None:
+    screen = console()
+    screen.print(
+        f"sparge {document['versions']['sparge']} eval: {renders.model}\n"
+        f"machine: {machine_text(document)}\n",
+        soft_wrap=True,
+    )
+    show_table(screen, pairs_table(renders))
+    screen.print(f"\n{verdict([renders])} {cost([renders])}", soft_wrap=True)
     screen.print(f"written: {', '.join(map(str, files))}", soft_wrap=True)

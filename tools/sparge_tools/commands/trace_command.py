@@ -12,20 +12,28 @@ from sparge.cli import OK
 from sparge.cli.arguments import DTYPES, add_json, whole
 from sparge.cli.screen import console, deliver, progress
 
-from ..tuning import Trace, trace_model
+from .. import zoo
+from ..tuning import Trace, trace_model, trace_pipeline
 from ..tuning.capture import BLOCKS
+from ..tuning.pipeline_tracer import STEPS
 from ..tuning.presets import preset_of
+from ..tuning.tuning_windows import calibration_windows
 from .arguments import (
     LANGUAGE,
     MODULE,
+    OF_RENDERS,
     PIPELINE,
     add_model,
+    add_render_options,
     add_text,
+    call_of,
     check_directory,
     kind_of,
+    open_given,
+    prompts_of,
     refuse_options,
+    schedule_of,
 )
-from .pipeline_options import OF_RENDERS, add_render_options
 
 INPUTS, LENGTH, MAX_GB = 5, 4096, 16.0
 OF_TEXTS = ("text", "length", "inputs")
@@ -98,12 +106,7 @@ def check_kind(args: argparse.Namespace) -> str:
 
 def make_trace(args: argparse.Namespace, directory: Path) -> Trace:
     if check_kind(args) == PIPELINE:
-        from .tune_pipeline import make_pipeline_trace
-
         return make_pipeline_trace(args, directory)
-    from .. import zoo
-    from ..tuning.tuning_windows import calibration_windows
-
     model, tokenizer = zoo.load(args.model, dtype=DTYPES.get(args.dtype))
     names = args.text or ["essays"]
     inputs = INPUTS if args.inputs is None else args.inputs
@@ -116,10 +119,37 @@ def make_trace(args: argparse.Namespace, directory: Path) -> Trace:
             directory,
             blocks=args.blocks,
             layers=args.layers,
-            max_bytes=int((MAX_GB if args.max_gb is None else args.max_gb) * 2**30),
+            max_bytes=max_bytes(args),
             dtype=DTYPES.get(args.store),
             name=args.model,
             about=[window.about for window in windows],
             calibration={"texts": names, "length": length},
             done=lambda digest: step(f"traced input {digest[:12]}"),
         )
+
+
+def make_pipeline_trace(args: argparse.Namespace, directory: Path) -> Trace:
+    """Trace a pipeline on its prompts and seeds."""
+    prompts, call, seeds = prompts_of(args), call_of(args), args.seeds or 1
+    with progress("tracing", len(prompts) * seeds) as step:
+        return trace_pipeline(
+            open_given(args),
+            prompts,
+            directory,
+            seeds=range(seeds),
+            call=call,
+            steps=args.trace_steps or STEPS,
+            schedule=schedule_of(args),
+            order=args.order,
+            blocks=args.blocks,
+            layers=args.layers,
+            max_bytes=max_bytes(args),
+            dtype=DTYPES.get(args.store),
+            name=args.model,
+            calibration={"prompts": prompts, "seeds": seeds},
+            done=lambda digest: step(f"traced run {digest[:12]}"),
+        )
+
+
+def max_bytes(args: argparse.Namespace) -> int:
+    return int((MAX_GB if args.max_gb is None else args.max_gb) * 2**30)

@@ -1,8 +1,11 @@
-"""`sparge tune`: settings for each head under error bounds, from a model or from its trace; or the
-sparsest settings that keep the model's output within a target (`tune_output.py`), or a pipeline's
-renders (`tune_pipeline.py`).
+"""`sparge tune`: the sparsest settings of each head that keep to a bound.
 
-Ctrl-C writes what is done so far; the same command resumes.
+The bound is one of the error of every layer, from a model or from its trace; or, with --max-kl and
+--max-perplexity, of the model's output; or, with --min-psnr, of a pipeline's renders.
+
+Ctrl-C writes what is done so far; the same command resumes. Under a target of the output nothing
+but the state file is written until it is met on held-out texts or seeds; the state also serves
+another target.
 """
 
 from __future__ import annotations
@@ -10,21 +13,47 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from sparge import DEFAULT, VISION, Profile
-from sparge.cli import INTERRUPTED, OK
-from sparge.cli.arguments import add_json, add_recipe
-from sparge.cli.profile_command import layers_table
+from sparge.cli import BAD_RESULT, INTERRUPTED, OK
+from sparge.cli.arguments import DTYPES, add_json, add_recipe, whole
+from sparge.cli.profile_command import held_out_lines, layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
 
-from ..tuning import PRESETS, Trace, bounds_of, tune
+from .. import zoo
+from ..optional_libraries import need_libraries
+from ..tuning import PRESETS, Trace, bounds_of, schedule_of, tune, tune_renders
+from ..tuning.output_measure import KL, PERPLEXITY
+from ..tuning.output_target import TargetNotMet, check_target, steps_in_all, tune_output
 from ..tuning.presets import check_bounds
+from ..tuning.render_target import DENSE_FIRST, MASSES, check_psnr
+from ..tuning.scored_layers import attention_layers
 from ..tuning.trace_directory import MANIFEST
-from .arguments import PIPELINE, add_model, check_directory, check_file, refuse_options
-from .trace_command import INPUTS, add_calibration, check_kind, make_trace
-from .tune_output import OUTPUT_INPUTS, add_output_target, run_output, target_of
-from .tune_pipeline import RENDER_SEEDS, add_render_target, run_renders
+from ..tuning.tuning_windows import disjoint_windows
+from .arguments import (
+    PIPELINE,
+    add_model,
+    call_of,
+    check_directory,
+    check_file,
+    kind_of,
+    open_given,
+    prompts_of,
+    refuse_options,
+)
+from .trace_command import INPUTS, LENGTH, add_calibration, check_kind, make_trace
+
+OUTPUT_INPUTS, RENDER_SEEDS, HELD_OUT = 2, 2, 3
+_NOT_WITH_OUTPUT = ("--l1", "--l2", "--preset", "--trace", "--store", "--max-gb")
+_NOT_WITH_RENDERS = (
+    *("l1", "l2", "preset", "trace", "store", "max_gb", "trace_steps", "max_kl", "max_perplexity"),
+    *("text", "length", "inputs", "schedule"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_file(args.profile)
-    if args.state is not None:
-        check_file(args.state, "--state")
+    check_file(args.state, "--state")
     if args.min_psnr is not None:
         return run_renders(args)
     args.recipe, given = args.recipe or DEFAULT, args.recipe
@@ -68,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
         profile = tune(trace, l1=l1, l2=l2, recipe=args.recipe, state=args.state, done=done)
     profile.save(args.profile)
-    report(profile, args, time.perf_counter() - start)
+    report_bounds(profile, args, time.perf_counter() - start)
     if profile.untuned:
         print(
             f"sparge: interrupted; {len(profile.untuned)} of {len(profile.layers)} layers have the "
@@ -109,14 +137,30 @@ def open_or_make(args: argparse.Namespace) -> tuple[Trace, bool]:
     return make_trace(args, directory), not kept
 
 
-def report(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
+def report_bounds(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
+    bounds = dict(zip(("l1", "l2"), profile.bounds or (), strict=True))
+    facts = {"format": "sparge.tuned/1", "bounds": bounds, "untuned": profile.untuned}
+    evaluations = profile.calibration["evaluations_per_head"]
+    summary = (
+        f"{args.profile}: density {profile.density:.3f}, "
+        f"{evaluations:g} evaluations of attention per head, {seconds:.0f} s"
+    )
+    report(profile, args, seconds, facts, summary)
+
+
+def report(
+    profile: Profile,
+    args: argparse.Namespace,
+    seconds: float,
+    facts: dict[str, Any],
+    summary: str,
+) -> None:
+    """Print the profile; or as JSON what is known of it, with the facts of one way to tune."""
     document = {
-        "format": "sparge.tuned/1",
+        **facts,
         "profile": args.profile,
         "model": profile.name,
-        "bounds": dict(zip(("l1", "l2"), profile.bounds or (), strict=True)),
         "layers": len(profile.layers),
-        "untuned": profile.untuned,
         "density": profile.density,
         "calibration": dict(profile.calibration),
         "took_seconds": seconds,
@@ -125,10 +169,217 @@ def report(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
     def show() -> None:
         screen = console()
         show_table(screen, layers_table(profile))
-        screen.print(
-            f"{args.profile}: density {profile.density:.3f}, "
-            f"{profile.calibration['evaluations_per_head']:g} evaluations of attention per head, "
-            f"{seconds:.0f} s"
-        )
+        for line in held_out_lines(profile):
+            screen.print(line)
+        screen.print(summary, soft_wrap=True)
 
     deliver(document, args, show)
+
+
+def add_output_target(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    about = "in place of error bounds: the sparsest profile whose"
+    add(
+        "--max-kl",
+        type=float,
+        metavar="NATS",
+        help=f"{about} next-token distributions diverge by at most this on held-out text: 0.005",
+    )
+    add(
+        "--max-perplexity",
+        type=rise,
+        metavar="+PERCENT",
+        help=f"{about} perplexity on held-out text rises by at most this: +0.5%%",
+    )
+    about = f"held-out texts, or seeds of renders; default: {HELD_OUT}"
+    add("--held-out", type=whole, metavar="N", help=about)
+
+
+def rise(text: str) -> float:
+    """A percentage such as +0.5%, as a share."""
+    try:
+        if not text.endswith("%"):
+            raise ValueError
+        return float(text[:-1]) / 100
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a percentage such as +0.5%, got {text!r}"
+        ) from None
+
+
+def target_of(args: argparse.Namespace) -> tuple[str, float] | None:
+    """The measure and its target; None where neither is given. Refuses what does not go with it."""
+    given = {KL: args.max_kl, PERPLEXITY: args.max_perplexity}
+    found = [(judge, target) for judge, target in given.items() if target is not None]
+    if not found:
+        if args.held_out is not None:
+            raise ValueError(
+                "--held-out goes with --max-kl, --max-perplexity or --min-psnr; leave it out"
+            )
+        return None
+    if len(found) == 2:
+        raise ValueError("--max-kl cannot be combined with --max-perplexity; give one of them")
+    (judge, target) = found[0]
+    option = "--max-kl" if judge == KL else "--max-perplexity"
+    for other in _NOT_WITH_OUTPUT:
+        if getattr(args, other[2:].replace("-", "_")) is not None:
+            raise ValueError(
+                f"{option} cannot be combined with {other}: it runs the model, and chooses the "
+                f"error of every layer by its output; leave {other} out"
+            )
+    if args.model is None:
+        raise ValueError(f"{option} needs --model NAME|DIR: the output of the model is measured")
+    check_target(judge, target)
+    if args.held_out == 1:
+        raise ValueError("--held-out must be at least 2, for a standard error; got 1")
+    return judge, target
+
+
+def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
+    state = Path(args.state if args.state is not None else f"{args.profile}.state")
+    # fp32 measures the attention alone; bf16 adds the rounding of every later layer.
+    dtype = torch.float32 if args.dtype == "auto" else DTYPES[args.dtype]
+    model, tokenizer = zoo.load(args.model, dtype=dtype)
+    names, length = args.text or ["essays"], args.length or LENGTH
+    mine, others = disjoint_windows(
+        names,
+        tokenizer,
+        length=length,
+        inputs=OUTPUT_INPUTS if args.inputs is None else args.inputs,
+        held_out=HELD_OUT if args.held_out is None else args.held_out,
+    )
+    layers = attention_layers(model, args.layers)
+
+    def tune() -> Profile:
+        with progress("tuning", steps_in_all(len(layers), len(mine))) as step:
+            return tune_output(
+                model,
+                [window.tokens for window in mine],
+                [window.tokens for window in others],
+                max_kl=target if judge == KL else None,
+                max_perplexity=target if judge == PERPLEXITY else None,
+                recipe=args.recipe,
+                layers=args.layers,
+                blocks=args.blocks,
+                name=args.model,
+                about={
+                    "texts": names,
+                    "length": length,
+                    "calibrated_on": [window.about for window in mine],
+                    "held_out": [window.about for window in others],
+                },
+                state=state,
+                done=step,
+            )
+
+    return write_tuned(args, state, tune, report_output)
+
+
+def write_tuned(
+    args: argparse.Namespace,
+    state: Path,
+    tune: Callable[[], Profile],
+    report: Callable[[Profile, argparse.Namespace, float], None],
+) -> int:
+    """Write and report a profile that meets its target; otherwise nothing but the state is kept."""
+    start = time.perf_counter()
+    try:
+        profile = tune()
+    except KeyboardInterrupt:
+        print(
+            f"sparge: interrupted; no profile was written; the same command resumes from {state}",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    except TargetNotMet as why:
+        print(
+            f"sparge: {why}; no profile was written. The measurements are in {state}: the same "
+            "command with another target begins from them",
+            file=sys.stderr,
+        )
+        return BAD_RESULT
+    profile.save(args.profile)
+    if args.state is None:
+        state.unlink(missing_ok=True)
+    report(profile, args, time.perf_counter() - start)
+    return OK
+
+
+def report_output(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
+    facts = {"format": "sparge.tuned.output/1", **measured(profile)}
+    summary = f"{args.profile}: density {profile.density:.3f}, {seconds:.0f} s"
+    report(profile, args, seconds, facts, summary)
+
+
+def measured(profile: Profile) -> dict[str, Any]:
+    output = dict(profile.output or {})
+    return {name: output[name] for name in ("measure", "target", "held_out")}
+
+
+def add_render_target(parser: argparse.ArgumentParser) -> None:
+    about = "of a pipeline: the sparsest profile whose renders of held-out seeds have this PSNR"
+    parser.add_argument("--min-psnr", type=float, metavar="DB", help=f"{about} at least: 30")
+
+
+def run_renders(args: argparse.Namespace) -> int:
+    check_renders(args)
+    state = Path(args.state if args.state is not None else f"{args.profile}.state")
+    prompts, call = prompts_of(args), call_of(args)
+    seeds, held_out = args.seeds or RENDER_SEEDS, args.held_out or HELD_OUT
+    shares = DENSE_FIRST if args.dense_first is None else (args.dense_first,)
+    most = len(prompts) * ((len(MASSES) + len(shares)) * seeds + 4 * held_out)
+
+    def tune() -> Profile:
+        with progress("tuning", most) as step:
+            return tune_renders(
+                open_given(args),
+                prompts,
+                min_psnr=args.min_psnr,
+                seeds=range(seeds),
+                held_out=range(seeds, seeds + held_out),
+                call=call,
+                recipe=args.recipe or VISION,
+                masses=MASSES,
+                dense_first=shares,
+                order=args.order,
+                layers=args.layers,
+                name=args.model,
+                state=state,
+                done=step,
+            )
+
+    return write_tuned(args, state, tune, report_renders)
+
+
+def check_renders(args: argparse.Namespace) -> None:
+    """Refuse what does not go with --min-psnr, before any work."""
+    for name in _NOT_WITH_RENDERS:
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"--min-psnr cannot be combined with --{name.replace('_', '-')}: it runs the "
+                "pipeline, and chooses by its renders; leave it out"
+            )
+    if args.model is None or kind_of(args.model) != PIPELINE:
+        came = "no model" if args.model is None else args.model
+        raise ValueError(
+            f"--min-psnr needs --model DIR of a diffusers pipeline (with model_index.json); got "
+            f"{came}"
+        )
+    check_psnr(args.min_psnr)
+    if args.held_out == 1:
+        raise ValueError("--held-out must be at least 2, for a standard error; got 1")
+    libraries = ("skimage", "flip_evaluator")
+    need_libraries("renders cannot be compared", *libraries, extra="vision")
+
+
+def report_renders(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
+    schedule = schedule_of(profile)
+    assert schedule is not None
+    plain = schedule.to_dict()
+    facts = {"format": "sparge.tuned.renders/1", **measured(profile), "schedule": plain}
+    summary = (
+        f"{args.profile}: dense_first {schedule.dense_first:g}, density {profile.density:.3f} "
+        f"in the sparse part of a run, {seconds:.0f} s\n"
+        f"see it with: sparge eval --model {args.model} --profile {args.profile} --prompt …"
+    )
+    report(profile, args, seconds, facts, summary)

@@ -19,9 +19,8 @@ from .. import zoo
 from ..optional_libraries import need_libraries
 from . import harness
 from .logits import splits
-from .needle import Needle, make_needle
 from .settings import DENSE_VARIANT, NEEDLE, SPARGE_VARIANT, TASKS, Settings, digest_of
-from .texts import Text, read_text, tokenize
+from .texts import Needle, Text, make_needle, read_text, tokenize
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 ENDS = 1 << 20

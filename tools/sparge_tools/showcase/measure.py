@@ -22,10 +22,9 @@ from sparge.support.turns import no_garbage_collection, take_turns
 
 from .. import zoo
 from ..evaluate.logits import Outputs, compare, outputs_of, splits
-from ..evaluate.needle import make_needle, prompt_of
 from ..evaluate.settings import DENSE_VARIANT, SPARGE_VARIANT, VARIANTS
 from ..evaluate.tested_model import directory_fingerprint, tokenizer_of, total_runs
-from ..evaluate.texts import read_text, tokenize
+from ..evaluate.texts import make_needle, prompt_of, read_text, tokenize
 from .attention_maps import LayerCall, attention_maps, head_errors
 from .result import HiddenFact, Reading, Showcase
 

@@ -1,8 +1,13 @@
 """Programs for developers: `python -m sparge_tools.studies.NAME`.
 
-targets           compare documents of `sparge bench --json` and `sparge eval --json` with targets
-gpu_check         the conformance suite and the benchmark on a GPU, as one document to share
-tune_search       compare sparge's search with the paper's, on a real model
-synthetic_errors  density and errors of several recipes on structured inputs, with block maps
-scale_model       bytes and seconds of one layer over many devices, by a model
+targets          compare documents of `sparge bench --json` and `sparge eval --json` with targets
+gpu_check        the conformance suite and the benchmark on a GPU, as one document to share
+serve            time to first token and requests per second of a server, sparse and dense
+ring             context parallelism over gloo processes
+varlen           packed sequences beside one call each
+token_orders     orders of visual tokens, and the density that each needs
+reorder_cost     what permuting tokens costs
+vision_defaults  recipes and orders on the large layers of a real model
+auto_on_cards    where `auto` runs sparse attention, by GPU
+scale_model      bytes and seconds of one layer over many devices, by a model
 """

@@ -61,15 +61,8 @@ class Row:
 
 def a_call(recipe: str, length: int) -> Call:
     """bf16, head dim 128: text with 32 query heads on 8, images with 24."""
-    common: dict[str, Any] = {
-        "B": 1,
-        "Lq": length,
-        "Lk": length,
-        "D": 128,
-        "Dv": 128,
-        "scale": 128**-0.5,
-    }
-    return Call(**common, dtype=torch.bfloat16, device="cuda", **CALLS[recipe])
+    sizes: Any = {"B": 1, "Lq": length, "Lk": length, "D": 128, "Dv": 128, "scale": 128**-0.5}
+    return Call(**sizes, dtype=torch.bfloat16, device="cuda", **CALLS[recipe])
 
 
 def rows(triton: str = "") -> Iterator[Row]:

@@ -50,8 +50,7 @@ from sparge.routing.crossover import Crossover
 from sparge.support.atomic_files import replace_file
 
 from ..commands.arguments import check_file
-from .gpu_estimates import replacements
-from .gpu_rig import Rig
+from .gpu_estimates import Rig, replacements
 
 FORMAT = "sparge.gpu-check/2"
 ROOT = Path(__file__).parents[3]

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,23 +37,85 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparge import DEFAULT, KeepFraction, Recipe, attention
 from sparge.backends.triton import NAME
-from sparge.backends.triton.launch import Launch
-from sparge.backends.triton.rates import DENSE_SHARE, Throughput, rates_of
+from sparge.backends.triton.launch import Launch, watch_launches
+from sparge.backends.triton.rates import DENSE_SHARE, Card, Throughput, rates_of
 from sparge.cli.doctor_command import crossover_rows
 from sparge.engine.check import check_call
+from sparge.routing.crossover import Crossover
+from sparge.support.turns import timer
 from sparge.values.backend import DENSE_WAY, HEAD_DIMS, UnitCosts, name_of
 from sparge.values.recipe import PRECISIONS
-
-from .gpu_rig import Rig, ratio
 
 ON_A_GPU = "docs/backends.md#on-a-gpu"
 BACKEND = "docs/backends.md#the-triton-backend"
 VERIFIED = "docs/backends.md#how-it-is-verified"
 LIMITS = "docs/limits.md#sizes-and-devices"
 LENGTHS = tuple(2**n for n in range(10, 18))
+REPEAT = 10
+
+
+@dataclass(frozen=True)
+class Rig:
+    """One card: timed calls, launches one by one. A dry rig runs everything and times nothing: its
+    seconds are None, and what is made of them is None.
+
+    device: such as "cuda:0". length, heads: of the calls. measured: the calibrated costs.
+    estimated: what would be assumed without them. suite: the result of the conformance suite.
+    bench: the rows of `sparge bench`. dry: nothing is timed."""
+
+    device: str
+    card: Card
+    length: int
+    heads: int
+    measured: Crossover | None
+    estimated: Crossover | None
+    suite: dict[str, Any]
+    bench: list[dict[str, Any]]
+    dry: bool = False
+
+    @property
+    def clocks(self) -> float:
+        """Of all multiprocessors in a second."""
+        return self.card.processors * self.card.clock
+
+    def inputs(self, length: int, D: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+        drawn = (torch.randn(1, self.heads, length, D, dtype=dtype) for _ in range(3))
+        return [x.to(self.device) for x in drawn]
+
+    def seconds(self, work: Callable[[], Any]) -> float | None:
+        """Median of some runs, waiting for the card; after one that may compile."""
+        work()
+        if self.dry:
+            return None
+        timed = timer(self.device)
+        return statistics.median(timed(work)[0] for _ in range(REPEAT))
+
+    def launches(self, D: int = 128, recipe: Recipe = DEFAULT, **options: Any) -> list[Launch]:
+        """Those of one call, which runs."""
+        given = {"is_causal": True, "recipe": recipe, "backend": NAME, **options}
+        with watch_launches() as launches:
+            attention(*self.inputs(self.length, D), **given)
+        return launches
+
+    def seconds_of(self, launch: Launch) -> float | None:
+        """Of one launch again, on the tensors that it had."""
+        run = launch.kernel[launch.grid]
+        return self.seconds(lambda: run(**launch.arguments, **launch.options))
+
+    def machine_code(self, launch: Launch) -> dict[str, Any]:
+        """What the driver tells of a kernel that it has loaded."""
+        kernel = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+        kernel.run  # noqa: B018  loads it
+        facts = {"registers": kernel.n_regs, "spilled": kernel.n_spills}
+        return {**facts, "shared_bytes": kernel.metadata.shared}
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below
 
 
 @dataclass(frozen=True)

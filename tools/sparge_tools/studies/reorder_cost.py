@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
 from sparge.models.tokens import Placed
+from sparge.support.turns import take_turns, timer
 
 from ..zoo import best_dtype
 
@@ -93,13 +93,9 @@ def measure(grid: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def fastest(work: Callable[[], Any], rounds: int) -> float:
-    work()
-    best = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
+    """Seconds of the fastest round; one before them warms up."""
+    timed = timer("cpu")
+    return min(take_turns([lambda: timed(work)[0]], rounds=rounds, warm_up=float("inf"))[0])
 
 
 if __name__ == "__main__":

@@ -321,15 +321,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> int:
-    usual = Machine()
     parser = Parser(prog="python -m sparge_tools.studies.scale_model", description=__doc__)
     parser.add_argument("--kinds", type=words, default=[*KINDS], help="of text,video")
     parser.add_argument("--worlds", type=wholes, default=WORLDS, help="numbers of devices")
     parser.add_argument("--lengths", type=wholes, help="tokens; to measure, or of the model")
-    parser.add_argument("--flops", type=float, default=usual.flops, help="default: %(default)g")
-    parser.add_argument("--link", type=float, default=usual.link, help="default: %(default)g")
-    parser.add_argument("--latency", type=float, default=usual.latency, help="default: %(default)g")
-    parser.add_argument("--block-cost", type=float, default=1.0, help="default: %(default)g")
+    for name, usual in asdict(Machine()).items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=float, default=usual, help="default: %(default)g")
     parser.add_argument("--densities", type=Path, default=MEASURED, help="a file of --measure")
     parser.add_argument("--measure", action="store_true", help="densities, on this machine")
     parser.add_argument("--output", help="write the document to this file, too")
@@ -345,8 +343,7 @@ def run(argv: list[str]) -> int:
             )
     if not 0 <= args.latency < float("inf"):
         raise ValueError(f"--latency must be at least 0, got {args.latency}")
-    if args.output is not None:
-        check_file(args.output)
+    check_file(args.output)
     document = _measured(args) if args.measure else _modelled(args)
 
     def show() -> None:

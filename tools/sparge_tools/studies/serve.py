@@ -28,6 +28,7 @@ from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, add_recipe, whole, wholes
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
+from sparge.support.turns import threads as set_threads
 from sparge.synthetic import structured_qkv
 
 from .. import zoo
@@ -174,32 +175,19 @@ def _resident_bytes() -> Iterator[int]:
 
 
 BLOCK, TURNS = 128, 3
+HQ, HK, D = 9, 3, 64  # of the model
 
 
-def kernel_times(
-    lengths: Sequence[int],
-    *,
-    chunk: int,
-    threads: int,
-    recipe: Recipe | None,
-    Hq: int,
-    Hk: int,
-    D: int,
-) -> list[dict[str, Any]]:
+def kernel_times(lengths: Sequence[int], *, chunk: int, recipe: Recipe) -> list[dict[str, Any]]:
     """Milliseconds of one layer: of whole prompts, and of their last chunk where that is shorter.
 
     torch's is of the whole prompt, causal; of a chunk it has a mask.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        shapes = [(n, n) for n in lengths] + [(chunk, n) for n in lengths if chunk < n]
-        return [_times(*shape, recipe or DEFAULT, Hq, Hk, D) for shape in shapes]
-    finally:
-        torch.set_num_threads(before)
+    shapes = [(n, n) for n in lengths] + [(chunk, n) for n in lengths if chunk < n]
+    return [_times(*shape, recipe) for shape in shapes]
 
 
-def _times(Lq: int, Lk: int, recipe: Recipe, Hq: int, Hk: int, D: int) -> dict[str, Any]:
+def _times(Lq: int, Lk: int, recipe: Recipe) -> dict[str, Any]:
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -208,15 +196,15 @@ def _times(Lq: int, Lk: int, recipe: Recipe, Hq: int, Hk: int, D: int) -> dict[s
 
     current_platform.import_kernels()
     dtype = torch.bfloat16
-    query, key, value = (x.to(dtype) for x in structured_qkv(Hq=Hq, Hk=Hk, L=Lk, D=D))
+    query, key, value = (x.to(dtype) for x in structured_qkv(Hq=HQ, Hk=HK, L=Lk, D=D))
     query = query[:, :, Lk - Lq :]
     packed = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
     isa = _get_attn_isa(dtype, BLOCK, D)
     blocks = -(-Lk // BLOCK)
     table = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    cache = torch.zeros(blocks, Hk, BLOCK, 2 * D, dtype=dtype)
+    cache = torch.zeros(blocks, HK, BLOCK, 2 * D, dtype=dtype)
     slots = (table[:, None].long() * BLOCK + torch.arange(BLOCK)).flatten()[:Lk]
-    halves = cache.view(blocks, Hk, 2 * BLOCK, D).chunk(2, dim=2)
+    halves = cache.view(blocks, HK, 2 * BLOCK, D).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(packed[1], packed[2], *halves, slots, isa)
     own = cpu.own_attention(packed[0], cache, [Lq], [Lk], table[None], isa)
     layout = cpu.layout_of(isa, dtype, BLOCK, D)
@@ -316,10 +304,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         threads = engine.report()["threads"]
     finally:
         engine.close()
-    shape = {"Hq": 9, "Hk": 3, "D": 64}
-    kernels = kernel_times(
-        args.lengths, chunk=args.chunk, threads=threads, recipe=args.recipe, **shape
-    )
+    with set_threads(threads):
+        kernels = kernel_times(args.lengths, chunk=args.chunk, recipe=args.recipe or DEFAULT)
     return {
         "format": "sparge.serve/1",
         **where_it_runs(),

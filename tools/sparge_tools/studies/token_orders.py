@@ -14,25 +14,27 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparge import BLOCK_K, BLOCK_Q, KeepError, KeepMass, Recipe, attention, record
+from sparge import BLOCK_K, BLOCK_Q, KeepError, KeepMass, Recipe, accelerate, attention, record
 from sparge.api.accuracy import exact_outputs, spread_rows
 from sparge.cli import OK, Parser, exit_code
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
 from sparge.reorder import check_grid, check_order, reorder_tokens, restore_tokens
+from sparge.routing import DENSE
 from sparge.values.geometry import in_blocks
 from sparge.values.tokenmask import TokenMask
 
-from ..commands.arguments import check_file, words
+from .. import zoo
+from ..commands.arguments import budgets, check_file, words
 from ..synthetic_video import video_qkv
-from .captured_layers import capture_layers
 
 ORDERS = ("row", "hilbert", "column", "time", "tiles:4x4x4", "tiles:8x8", "random")
 SKIPPED: dict[str, dict[str, Any]] = {
@@ -46,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moving": {"motion": 1.0, "noise": 0.3},
     "fast, noisy": {"motion": 3.0, "noise": 0.5},
 }
+LEAST_TOKENS = 2048  # on a grid, of the layers that are captured from a module
 SAMPLED_ROWS = 256  # query rows of each head on which errors are measured
 LEAST_MASS, MOST_MASS = 0.05, 0.9999
 BISECTIONS = 9
@@ -54,7 +57,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Query, key and value in row-major order; text: tokens before the grid's."""
+    """Query, key and value `[B, H, text + T·H·W (+ more), D]`, the grid's in row-major order.
+    text: tokens before the grid's."""
 
     name: str
     query: Tensor
@@ -65,13 +69,8 @@ class Tokens:
 
 
 def compare_orders(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grid: Sequence[int],
+    tokens: Tokens,
     *,
-    text: int = 0,
     orders: Sequence[str] = ORDERS,
     errors: Sequence[float] = (0.05,),
     skipped: Sequence[str] = tuple(SKIPPED),
@@ -79,17 +78,15 @@ def compare_orders(
 ) -> list[Row]:
     """A row for each order, error and treatment of skipped blocks; not causal.
 
-    query, key, value: `[B, H, text + T·H·W (+ more), D]`, the grid's tokens in row-major order. The
-    text before them is protected. step: called after each order with its name.
+    The text before the grid is protected. step: called after each order with its name.
     """
-    tokens = Tokens(name, query, key, value, check_grid(grid), text)
-    for order in orders:
-        check_order(order)
-    rows = spread_rows(query.shape[2], SAMPLED_ROWS)
+    name, grid, text = tokens.name, tokens.grid, tokens.text
+    rows = spread_rows(tokens.query.shape[2], SAMPLED_ROWS)
     exact = exact_rows(tokens, rows)
     found = []
     for order in orders:
-        moved = [reorder_tokens(x, grid, order, start=text) for x in (query, key, value)]
+        inputs = (tokens.query, tokens.key, tokens.value)
+        moved = [reorder_tokens(x, grid, order, start=text) for x in inputs]
         alike = {
             "q_similarity": self_similarity(moved[0][:, :, text:], BLOCK_Q),
             "k_similarity": self_similarity(
@@ -213,6 +210,26 @@ def captured_tokens(path: Path, grid: tuple[int, int, int], *, text: int) -> Ite
         yield Tokens(file.stem, found["query"], found["key"], found["value"], grid, text)
 
 
+def captured_layers(name: str, inputs: int) -> Iterator[Tokens]:
+    """Every layer with at least LEAST_TOKENS on a grid, for some inputs of the module's task."""
+    loaded = zoo.load_module(name)
+    seen: list[tuple[Tensor, ...]] = []
+
+    def keep(query: Tensor, key: Tensor, value: Tensor, facts: Any) -> None:
+        seen.append(tuple(x.detach().float().clone() for x in (query, key, value)))
+
+    for given in loaded.task.inputs(inputs):
+        seen.clear()
+        with accelerate(loaded.model, backend=DENSE) as handle:
+            for layer in handle.report().layers:
+                handle.tap(layer.name, keep)
+            loaded.task.run(loaded.model, given)
+        for query, key, value in seen:
+            grid = loaded.grids(query.shape[2])
+            if grid is not None and prod(grid) >= LEAST_TOKENS:
+                yield Tokens(name, query, key, value, grid)
+
+
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
     """One row for each order, error and treatment: the mean over tensors of the same name.
 
@@ -282,23 +299,15 @@ def grid_sizes(text: str) -> tuple[int, int, int]:
         raise argparse.ArgumentTypeError(str(mistake)) from None
 
 
-def budgets(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(KeepError(float(part)).max_error for part in text.split(","))  # type: ignore[misc]
-    except ValueError as mistake:
-        raise argparse.ArgumentTypeError(str(mistake)) from None
-
-
 def run(args: argparse.Namespace) -> int:
-    if args.output is not None:
-        check_file(args.output)
+    check_file(args.output)
     for order in args.orders:
         check_order(order)
     options = {"grid": args.grid, "text": args.text}
     if args.module is not None:
         if args.tensors is not None:
             raise ValueError("--module cannot be combined with --tensors; give one of them")
-        every = [Tokens(*each) for each in capture_layers(args.module, args.inputs)]
+        every = list(captured_layers(args.module, args.inputs))
     elif args.tensors is None:
         made = {"heads": args.heads, "D": args.head_dim, "seed": args.seed}
         every = list(synthetic_tokens(**options, **made))
@@ -307,11 +316,8 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     where = where_it_runs()
     with progress("comparing", len(every) * len(args.orders)) as step:
-        for t in every:
-            inputs = (t.name, t.query, t.key, t.value, t.grid)
-            rows += compare_orders(
-                *inputs, text=t.text, orders=args.orders, errors=args.errors, step=step
-            )
+        for tokens in every:
+            rows += compare_orders(tokens, orders=args.orders, errors=args.errors, step=step)
     rows = mean_rows(rows)
     settings = SETTINGS if args.tensors is None and args.module is None else {}
     document = {

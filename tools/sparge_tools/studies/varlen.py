@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +21,7 @@ from sparge.cli import BAD_RESULT, OK, Parser, exit_code
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
-from sparge.support.turns import take_turns
+from sparge.support.turns import take_turns, timer
 from sparge.synthetic import structured_qkv
 
 HEADS: Any = {"Hq": 9, "Hk": 3, "D": 64}
@@ -76,6 +74,8 @@ def is_good(case: dict[str, Any]) -> bool:
 def measure(lengths: str, backend: str, sequences: int, rounds: int) -> dict[str, Any]:
     """Fastest of the rounds; both take turns. `auto` may compute in a pack what it leaves to torch
     outside of one, so that their results differ by rounding."""
+    timed = timer("cpu")
+    timed = timer("cpu")
     pack = make_pack(*LENGTHS[lengths], sequences)
 
     def at_once() -> Tensor:
@@ -88,7 +88,9 @@ def measure(lengths: str, backend: str, sequences: int, rounds: int) -> dict[str
         with sparge.record() as runs:
             out = at_once()
         difference = float((out.float() - one_each().float()).abs().max())
-        once, each = take_turns([_timed(at_once), _timed(one_each)], rounds=rounds)
+        once, each = take_turns(
+            [lambda: timed(at_once)[0], lambda: timed(one_each)[0]], rounds=rounds
+        )
     return {
         "lengths": lengths,
         "sequences": sequences,
@@ -127,15 +129,6 @@ def in_one_call_each(pack: Pack, backend: str) -> Tensor:
         q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in tensors)
         outs.append(sparge.attention(q, k, v, **options)[0].transpose(0, 1))
     return torch.cat(outs)
-
-
-def _timed(work: Callable[[], Tensor]) -> Callable[[], float]:
-    def turn() -> float:
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-
-    return turn
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from sparge.routing import DENSE
 
 from .. import zoo
 from ..zoo.vision.task import ZooModule
-from .captured_layers import LEAST_TOKENS
+from .token_orders import LEAST_TOKENS
 
 BUDGET = KeepError(0.05)
 CASES: dict[str, tuple[Recipe, str]] = {

@@ -120,14 +120,3 @@ def levels_of(curves: HeadCurves, errors: Sequence[float] = ERRORS) -> list[Leve
             kept = sum(options[h][i].kept for h, i in chosen.items())
             levels.append(Level((spent / right) ** 0.5, masses, kept / max(allowed, 1)))
     return levels
-
-
-def even_levels(curves: HeadCurves) -> list[Level]:
-    """Levels of one mass for all heads, to compare with."""
-    right, allowed = sum(curves.right), sum(curves.allowed)
-    levels = []
-    for i, mass in reversed(list(enumerate(MASSES))):
-        wrong = sum(max(row[i] - row[-1], 0.0) for row in curves.wrong)
-        density = sum(row[i] for row in curves.kept) / max(allowed, 1)
-        levels.append(Level((wrong / right) ** 0.5, (mass,) * len(curves.kept), density))
-    return levels

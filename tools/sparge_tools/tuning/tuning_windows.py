@@ -39,19 +39,15 @@ def calibration_windows(
     return _windows(names, tokenizer, length, inputs, place_of)
 
 
-def held_out_windows(
-    names: Sequence[str], tokenizer: Any, *, length: int, inputs: int
-) -> list[Window]:
-    """Windows where evaluation has its own: none that calibration took, if the text is long."""
-    return _windows(names, tokenizer, length, inputs, spread)
-
-
 def disjoint_windows(
     names: Sequence[str], tokenizer: Any, *, length: int, inputs: int, held_out: int
 ) -> tuple[list[Window], list[Window]]:
-    """Windows to calibrate on and windows to verify on; texts too short for both are refused."""
+    """Windows to calibrate on and, where evaluation has its own, windows to verify on.
+
+    Texts too short for both are refused.
+    """
     mine = calibration_windows(names, tokenizer, length=length, inputs=inputs)
-    others = held_out_windows(names, tokenizer, length=length, inputs=held_out)
+    others = _windows(names, tokenizer, length, held_out, spread)
     for one in mine:
         for other in others:
             if one.text == other.text and abs(one.start - other.start) < length:
