@@ -122,10 +122,10 @@ class Measured:
 
 def backend_for(capture: Capture, recipe: Recipe, name: str = AUTO) -> Backend:
     """The backend that runs a capture sparse; dense attention has nothing to tune."""
-    return get_backend(choose(_call_of(capture, recipe), name, dense_ok=False).backend)
+    return get_backend(choose(call_of(capture, recipe), name, dense_ok=False).backend)
 
 
-def _call_of(capture: Capture, recipe: Recipe, i: int | None = None) -> Call:
+def call_of(capture: Capture, recipe: Recipe, i: int | None = None) -> Call:
     """The call of all kept blocks, or of one at its place in the sequence."""
     tokens = capture.tokens(0 if i is None else i)
     rows = slice(None) if i is None else capture.rows(i)
@@ -144,7 +144,7 @@ def _call_of(capture: Capture, recipe: Recipe, i: int | None = None) -> Call:
 def prepare_capture(capture: Capture, recipe: Recipe, backend: Backend) -> Prepared:
     """One pass over the keys for all kept blocks."""
     inputs = Inputs(capture.query, capture.key, capture.value)
-    call = _call_of(capture, recipe)
+    call = call_of(capture, recipe)
     return prepare(backend.stages(), call, inputs, to_plan=True, to_attend=True)
 
 
@@ -182,7 +182,7 @@ def run_captured(capture: Capture, recipe: Recipe, exact: Tensor, *, backend: Ba
         for i in range(len(capture.starts)):
             tokens, rows = capture.tokens(i), capture.rows(i)
             prepared = replace(whole, queries=whole.queries.blocks(i, i + 1))
-            call = _call_of(capture, recipe, i)
+            call = call_of(capture, recipe, i)
             mass = stages.predict(call, prepared, tokens) if call.predicts else None
             plan = stages.select(call, prepared, mass, tokens)
             done = stages.attend(call, prepared, plan, tokens)

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sparge import BLOCK_K, BLOCK_Q, Backend, QTensor, Recipe
-from sparge.backends.reference.predict import predict_mean
-from sparge.backends.reference.prepare import block_statistics, smooth_keys
+from sparge import BLOCK_K, BLOCK_Q, Backend, KeepMass, QTensor, Recipe
 from sparge.rules.forced_blocks import forced_blocks
 from sparge.values.geometry import ROW_GROUP, in_blocks, n_blocks, sampled_rows
 from sparge.values.qtensor import working
 from sparge.values.tokenmask import EXCLUDED
 
-from .capture import Capture, exact_output, keys_seen, prepare_capture
+from .capture import Capture, call_of, exact_output, keys_seen, prepare_capture
 
 MOST_BYTES = 1 << 30
 """Limit of what is held at once. A head above it is scored on fewer groups of rows; a layer above
@@ -74,11 +72,24 @@ class CaptureScorer:
     def __init__(self, capture: Capture, recipe: Recipe, backend: Backend) -> None:
         self.capture, self.recipe = capture, recipe
         self.exact = exact_output(capture)
-        prepared = prepare_capture(capture, recipe, backend)
-        numbers = (prepared.queries.rows, prepared.keys.key, prepared.keys.value)
-        self.q, self.k, self.v = (self._numbers(x) for x in numbers)
-        self.q_statistics = block_statistics(capture.query, BLOCK_Q)
-        self.k_statistics = block_statistics(smooth_keys(capture.key), BLOCK_K)
+        # Has the stages compute the block statistics; the numbers to attend with are the same.
+        judged = replace(recipe, keep=KeepMass(), predictor="mean", min_similarity=-1.0)
+        prepared = prepare_capture(capture, judged, backend)
+        queries, keys = prepared.queries, prepared.keys
+        self.q, self.k, self.v = (self._numbers(x) for x in (queries.rows, keys.key, keys.value))
+        assert queries.similarity is not None
+        assert keys.similarity is not None
+        self.q_similarity, self.k_similarity = queries.similarity[0], keys.similarity[0]
+        unjudged = replace(judged, min_similarity=None)
+        each = [
+            backend.stages().predict(
+                call_of(capture, unjudged, i),
+                replace(prepared, queries=queries.blocks(i, i + 1)),
+                capture.tokens(i),
+            )
+            for i in range(len(capture.starts))
+        ]
+        self.mean = torch.cat(each, dim=2)[0]
 
     def _numbers(self, x: Tensor | QTensor) -> Tensor:
         """What the kernels compute with, `[H, L, D]`."""
@@ -88,24 +99,18 @@ class CaptureScorer:
 
     def score(self, h: int, thin: int = 1) -> ScoredHead:
         """One head; of the groups of rows every `thin`-th is scored."""
-        capture, kv = self.capture, h // self.capture.group
-        each = [self._block(h, i, thin) for i in range(len(capture.starts))]
+        each = [self._block(h, i, thin) for i in range(len(self.capture.starts))]
         blocks, rows, may, forced = zip(*each, strict=True)
         right = sum(float(block.truth.abs().sum(dtype=torch.float64)) for block in blocks)
-        q_pooled, q_similarity = (x[:, h : h + 1] for x in self.q_statistics)
-        k_pooled, k_similarity = (x[:, kv : kv + 1] for x in self.k_statistics)
-        allowed = torch.stack(may)
-        Lk, scale = capture.key.shape[2], capture.scale
-        mean = predict_mean(q_pooled, k_pooled, allowed[None, None], Lk=Lk, scale=scale)[0, 0]
         return ScoredHead(
             blocks=blocks,
             right=right,
-            mean=mean,
+            mean=self.mean[h],
             rows=torch.stack(rows).float(),
-            may=allowed,
+            may=torch.stack(may),
             forced=torch.stack(forced),
-            q_similarity=q_similarity[0, 0],
-            k_similarity=k_similarity[0, 0],
+            q_similarity=self.q_similarity[h],
+            k_similarity=self.k_similarity[h // self.capture.group],
         )
 
     def _block(self, h: int, i: int, thin: int) -> tuple[ScoredBlock, Tensor, Tensor, Tensor]:

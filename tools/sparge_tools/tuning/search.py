@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparge.backends.reference.select import keep_masses
 from sparge.values.geometry import ROW_GROUP
 from sparge.values.profile import HeadSettings
 
@@ -53,6 +52,17 @@ def kept_sets(
     unknown = ~(torch.where(trusted, p[:, None], 0.0).sum(-1, keepdim=True) > 0)
     always = head.forced[:, None] | odd_columns | odd_rows[..., None] | unknown
     return (chosen | always[:, :, None]) & may[:, None, None]
+
+
+def keep_masses(mass: Tensor, may: Tensor, masses: Tensor) -> Tensor:
+    """The fewest blocks, largest first, whose mass reaches each of `masses` `[S]`, as `select`
+    keeps them for one: bool `[..., S, n_k]` for mass and may `[..., n_k]`."""
+    values, order = torch.where(may, mass, -1.0).sort(dim=-1, descending=True, stable=True)
+    reached = values.clamp(min=0.0).double().cumsum(-1)[..., None, :]
+    needed = (reached < masses[:, None] * reached[..., -1:]).sum(-1) + 1
+    # A mass of 1 takes every block, however small the mass of the last ones.
+    needed = torch.where(masses >= 1.0, mass.shape[-1], needed)
+    return (order.argsort(-1)[..., None, :] < needed[..., None]) & may[..., None, :]
 
 
 def find_ladder(scored: Sequence[ScoredHead], predictor: str, l1: float) -> list[HeadSettings]:
