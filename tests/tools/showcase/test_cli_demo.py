@@ -18,7 +18,7 @@ from sparge.cli import main
 from sparge.cli.screen import times, to_json
 from sparge_tools import optional_libraries
 from sparge_tools.commands import demo_command
-from sparge_tools.showcase import page_figures
+from sparge_tools.showcase import page
 from tiny_lm import make_tokenizer, save, sentences
 
 pytestmark = pytest.mark.usefixtures("piped")
@@ -88,7 +88,7 @@ def test_the_table_the_json_and_the_page_agree(argv, capsys, tmp_path, monkeypat
 def test_json_to_stdout_and_progress_to_stderr(argv, capsys, tmp_path, monkeypatch):
     names = ("time", "plans", "sparsity")
     none = {name: {"light": "data:,", "dark": "data:,"} for name in names}
-    monkeypatch.setattr(page_figures, "make_figures", lambda show: none)  # they take seconds
+    monkeypatch.setattr(page, "make_figures", lambda show: none)  # they take seconds
     assert main([*argv, "--json", "--repeats", "2", "-o", "mine.html"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -111,7 +111,7 @@ def test_a_run_that_fails_leaves_the_old_page(fault, code, argv, capsys, tmp_pat
 
     (tmp_path / "report.html").write_text("old")
     before = sorted(file.name for file in tmp_path.iterdir())
-    monkeypatch.setattr(page_figures, "make_figures", fails)
+    monkeypatch.setattr(page, "make_figures", fails)
     assert main(argv) == code
     assert capsys.readouterr().err.endswith(f"error: {str(fault) or 'interrupted'}\n")
     assert (tmp_path / "report.html").read_text() == "old"

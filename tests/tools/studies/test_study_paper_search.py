@@ -27,7 +27,7 @@ from sparge_tools.studies.profile_quality import (
     summary,
 )
 from sparge_tools.tuning import Trace, captures_of, trace_model, tune
-from sparge_tools.tuning.trace_directory import TracedInput, write
+from sparge_tools.tuning.tracing import TracedInput, write
 from tiny_llama import Letters, tiny_llama, token_inputs
 
 LAYER = "a.attn"

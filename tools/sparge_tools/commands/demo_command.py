@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     check_file(args.page)
     need_libraries("the demo cannot run", "transformers", "matplotlib", extra="demo")
     # These import heavy libraries; the checks above need none of them.
-    from ..showcase.page import make_page
-    from ..showcase.page_figures import make_figures
+    from ..showcase.page import make_figures, make_page
 
     show = measure(args, prepare(args))
     replace_file(args.page, make_page(show, make_figures(show)).encode())
@@ -113,7 +112,7 @@ def load(args: argparse.Namespace, prepared: DemoInputs) -> Any:
 
 
 def print_table(show: Showcase, page: str) -> None:
-    from ..showcase.comparison import comparison_table, cost, fallback_lines, verdict
+    from ..showcase.page import comparison_table, cost, fallback_lines, verdict
 
     screen, needle = console(), show.needle
     screen.print(

@@ -112,7 +112,7 @@ def eval_module(args: argparse.Namespace, profile: Profile | None) -> Renders:
 def write(path: Path, renders: Renders, document: dict[str, Any]) -> list[Path]:
     """The pictures, the page, and at last the document; pictures of an earlier run are removed."""
     from ..renders import difference_map
-    from ..renders.media import to_png
+    from ..renders.pictures import to_png
     from ..showcase.pictures_page import make_pictures_page
 
     path.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def write(path: Path, renders: Renders, document: dict[str, Any]) -> list[Path]:
 
 def frame_stems(i: int, pair: Pair) -> list[tuple[int, str]]:
     """The frames that are written of a pair, and how their files begin."""
-    from ..renders.media import shown_frames
+    from ..renders.pictures import shown_frames
 
     if pair.dense is None:
         return []

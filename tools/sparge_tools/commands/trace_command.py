@@ -14,7 +14,7 @@ from sparge.cli.screen import console, deliver, progress
 
 from ..tuning import Trace, trace_model
 from ..tuning.capture import BLOCKS
-from ..tuning.presets import preset_of
+from ..tuning.tuner import preset_of
 from .arguments import (
     LANGUAGE,
     MODULE,

@@ -19,8 +19,8 @@ from sparge.cli.profile_command import layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
 
 from ..tuning import PRESETS, Trace, bounds_of, tune
-from ..tuning.presets import check_bounds
-from ..tuning.trace_directory import MANIFEST
+from ..tuning.tracing import MANIFEST
+from ..tuning.tuner import check_bounds
 from .arguments import PIPELINE, add_model, check_directory, check_file, refuse_options
 from .trace_command import INPUTS, add_calibration, check_kind, make_trace
 from .tune_output import OUTPUT_INPUTS, add_output_target, run_output, target_of

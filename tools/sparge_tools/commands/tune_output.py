@@ -20,9 +20,9 @@ from sparge.cli.arguments import DTYPES, whole
 from sparge.cli.profile_command import held_out_lines, layers_table
 from sparge.cli.screen import console, deliver, progress, show_table
 
+from ..tuning.levels import attention_layers
 from ..tuning.output_measure import KL, PERPLEXITY
 from ..tuning.output_target import TargetNotMet, check_target, steps_in_all, tune_output
-from ..tuning.scored_layers import attention_layers
 from .trace_command import LENGTH
 
 OUTPUT_INPUTS, HELD_OUT = 2, 3

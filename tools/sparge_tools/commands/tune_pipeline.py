@@ -16,8 +16,8 @@ from sparge.cli.screen import console, deliver, progress, show_table
 
 from ..optional_libraries import need_libraries
 from ..tuning import Trace, schedule_of, trace_pipeline, tune_renders
-from ..tuning.pipeline_tracer import STEPS
 from ..tuning.render_target import DENSE_FIRST, MASSES, check_psnr
+from ..tuning.tracing import STEPS
 from .arguments import PIPELINE, kind_of
 from .pipeline_options import call_of, open_given, prompts_of
 from .pipeline_options import schedule_of as given_schedule

@@ -28,22 +28,21 @@ from sparge.cli.screen import Column, Table, console, deliver, share, show_table
 
 from .. import zoo
 from ..commands.arguments import MODEL, check_file
-from ..tuning.layer_levels import MASSES as KNOWN
-from ..tuning.layer_levels import Level, even_levels
-from ..tuning.output_measure import LanguageMeasure, evaluating
-from ..tuning.output_state import OutputState
-from ..tuning.output_target import request_of
-from ..tuning.scored_layers import (
+from ..tuning.levels import MASSES as KNOWN
+from ..tuning.levels import (
+    Level,
     Levels,
     TunedModel,
     attention_layers,
     base_recipe,
+    even_levels,
     levels_of_layers,
     score_layers,
 )
+from ..tuning.output_measure import LanguageMeasure, OutputState, evaluating
+from ..tuning.output_target import Checked, Verifier, request_of, scale_to_target
 from ..tuning.sensitivity import Sensitivity, layer_options, measure_sensitivity
 from ..tuning.tuning_windows import disjoint_windows
-from ..tuning.verify import Checked, Verifier, scale_to_target
 
 MASSES = (0.99, 0.98, 0.96, 0.94, 0.92, 0.9)
 NEEDED, AIM = 0.08, 0.20

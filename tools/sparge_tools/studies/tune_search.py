@@ -28,7 +28,7 @@ from sparge.routing import CPU
 
 from .. import zoo
 from ..commands.arguments import MODEL, check_file
-from ..tuning.presets import check_bounds
+from ..tuning.tuner import check_bounds
 from ..tuning.tuning_windows import held_out_windows
 from .paper_search import compare_searches, searches_table
 from .profile_quality import bench_traces, compare_quality, quality_table

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparge import BLOCK_Q, Backend, Recipe
+from sparge import BLOCK_Q, Backend, Recipe, __version__
 from sparge.backends.dense import attend_dense
 from sparge.engine.check import check_call
 from sparge.routing import AUTO, choose, get_backend
 from sparge.support.autocast import without_autocast
+from sparge.support.cpuinfo import cpu_name
 from sparge.values.call import Call, Inputs, work_dtype
 from sparge.values.geometry import block_range, diagonal_offset, n_blocks, sampled_rows
 from sparge.values.stages import Prepared, prepare
@@ -195,3 +197,12 @@ def run_captured(capture: Capture, recipe: Recipe, exact: Tensor, *, backend: Ba
             pv_groups += plan.counts[0].sum(-1) * n_blocks(tokens.Lq, backend.row_group)
     error = torch.where(wrong == 0, 0.0, wrong / right)
     return Measured(error, kept, allowed, pv_skips, pv_groups)
+
+
+def stamp() -> dict[str, Any]:
+    """When, where and with which version a profile was made."""
+    return {
+        "version": __version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+    }
