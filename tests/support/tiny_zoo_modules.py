@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparge_tools.zoo.vision.terrain_weights import NORM_OF, PREFIX, _names
+from sparge_tools.zoo.vision.weights import NORM_OF, PREFIX, _names
 
 NORMS = {norm: layer for layer, norm in NORM_OF.items()}
 

@@ -21,8 +21,8 @@ from sparge_tools.renders import compare_renders, compare_results, open_pipeline
 from sparge_tools.renders.compare import NO_CALLBACK, _callback
 from sparge_tools.zoo import ZooModule
 from sparge_tools.zoo.kinds import square_grid
+from sparge_tools.zoo.vision.task import TerrainTask
 from sparge_tools.zoo.vision.terrain import Terrain, TerrainConfig
-from sparge_tools.zoo.vision.terrain_task import TerrainTask
 
 OURS = "cpu" if native.why_missing() is None else "reference"
 HALF = Recipe(KeepMass(0.5))

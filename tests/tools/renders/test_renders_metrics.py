@@ -18,7 +18,7 @@ from PIL import Image
 from sparge import Unsupported
 from sparge_tools import optional_libraries
 from sparge_tools.renders import compare_pictures, difference_map, flip, frames_of, psnr, ssim
-from sparge_tools.renders.media import shown_frames
+from sparge_tools.renders.pictures import shown_frames
 
 RANDOM = np.random.default_rng(0)
 PICTURE = RANDOM.integers(20, 200, (24, 32, 3), dtype=np.uint8)

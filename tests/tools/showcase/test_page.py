@@ -17,10 +17,10 @@ import torch
 from showcases import make_reading, make_show
 from sparge import Recipe
 from sparge.cli.screen import Table, to_json
-from sparge_tools.showcase import comparison, page_figures
+from sparge_tools.showcase import page as page_module
 from sparge_tools.showcase.page import make_page
 
-LIGHT = page_figures.THEMES["light"]
+LIGHT = page_module.THEMES["light"]
 VOID = {"meta", "img", "source", "br"}
 
 
@@ -53,7 +53,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def drawn():
-    return page_figures.make_figures(make_show())
+    return page_module.make_figures(make_show())
 
 
 def read(show, drawn):
@@ -92,7 +92,7 @@ def test_the_numbers_of_a_showcase():
 def test_the_page_says_what_the_data_says(drawn):
     show = make_show()
     text = read(show, drawn).text
-    for row in comparison.comparison_rows(show):
+    for row in page_module.comparison_rows(show):
         assert " ".join(row.values()) in text
     for words in (
         "The first token came 3.00× sooner with sparge: after 10.0 s instead of 25.0 s.",
@@ -182,7 +182,7 @@ def test_nothing_sparse_is_said_and_not_drawn():
         error_layers=(),
         sparge=make_reading(fallbacks=why),
     )
-    drawn = page_figures.make_figures(show)
+    drawn = page_module.make_figures(show)
     assert list(drawn) == ["time"]
     text = read(show, drawn).text
     assert "No layer ran sparse, so there is no plan to draw: shorter than the <crossover>" in text
@@ -192,11 +192,11 @@ def test_nothing_sparse_is_said_and_not_drawn():
 def test_the_bars_are_as_long_as_the_seconds():
     show = make_show()
     for parts, reading in (
-        (page_figures.dense_parts(show, LIGHT), show.dense),
-        (page_figures.sparge_parts(show, LIGHT), show.sparge),
+        (page_module.dense_parts(show, LIGHT), show.dense),
+        (page_module.sparge_parts(show, LIGHT), show.sparge),
     ):
         assert sum(spent for _, spent, _ in parts) == pytest.approx(reading.seconds[0])
-    names = [name for name, _, _ in page_figures.sparge_parts(show, LIGHT)]
+    names = [name for name, _, _ in page_module.sparge_parts(show, LIGHT)]
     assert [name.split(": ")[1] for name in names] == [
         "prepare",
         "predict",
@@ -205,20 +205,20 @@ def test_the_bars_are_as_long_as_the_seconds():
         "rest of the model",
     ]
     mixed = replace(show, sparge=replace(show.sparge, attention=(4.0, 4.0, 4.0)))
-    own = page_figures.sparge_parts(mixed, LIGHT)[4]
+    own = page_module.sparge_parts(mixed, LIGHT)[4]
     assert own[:2] == ("sparge: the model's own attention", pytest.approx(2.0))
-    figure = page_figures.time_figure(show, LIGHT)
+    figure = page_module.time_figure(show, LIGHT)
     widths = [bar.get_width() for bar in figure.axes[0].patches]
     assert widths == pytest.approx([10, 10, 0.25, 0.25, 0.25, 1.25, 8])
 
 
 def test_the_heat_maps_hold_the_data():
     show = make_show()
-    grid = page_figures.sparsity_figure(show, LIGHT).axes[0].images[0].get_array()
+    grid = page_module.sparsity_figure(show, LIGHT).axes[0].images[0].get_array()
     # Heads downwards, layers across; the second layer ran dense.
     assert grid[:, 0].tolist() == [75.0, 50.0]
     assert grid.mask[:, 1].all()
-    panel = page_figures.plans_figure(show, LIGHT).axes[0]
+    panel = page_module.plans_figure(show, LIGHT).axes[0]
     assert "layer 0, head 0\n20% of the blocks, 90.0% of the attention" in panel.get_title()
     skipped, computed = (image.get_array() for image in panel.images)
     view = show.heads[0]
@@ -227,10 +227,10 @@ def test_the_heat_maps_hold_the_data():
     assert torch.equal(torch.tensor(skipped.mask), view.kept | future)
     drawn = torch.where(view.kept, torch.tensor(computed.data), torch.tensor(skipped.data))
     drawn = drawn[~future]
-    assert torch.allclose(drawn, view.mass[~future].double().clamp(min=page_figures.FAINTEST))
+    assert torch.allclose(drawn, view.mass[~future].double().clamp(min=page_module.FAINTEST))
 
 
 def test_the_table_is_one_of_the_house():
-    table = comparison.comparison_table(make_show())
+    table = page_module.comparison_table(make_show())
     assert isinstance(table, Table)
     assert table.cells()[0] == ["seconds to the first token", "25.0 s", "10.0 s", "3.00x the speed"]

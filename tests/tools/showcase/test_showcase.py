@@ -15,8 +15,13 @@ from sparge import KeepAll, KeepMass, Recipe
 from sparge.backends.cpu import library as native
 from sparge.values.geometry import BLOCK_K, BLOCK_Q
 from sparge_tools.showcase import measure
-from sparge_tools.showcase.attention_maps import LayerCall, block_mass
-from sparge_tools.showcase.measure import ANSWER_TOKENS, measure_showcase, prepare_inputs
+from sparge_tools.showcase.measure import (
+    ANSWER_TOKENS,
+    LayerCall,
+    block_mass,
+    measure_showcase,
+    prepare_inputs,
+)
 from sparge_tools.zoo import load
 from tiny_lm import MAX_TOKENS, save, sentences
 

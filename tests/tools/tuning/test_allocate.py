@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparge_tools.tuning.allocate import Option, allocate, hull
+from sparge_tools.tuning.levels import Option, allocate, hull
 
 # Whole numbers: sums of them are exact, so an equal change is equal.
 numbers = st.integers(0, 100).map(float)

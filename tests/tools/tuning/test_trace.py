@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from sparge_tools.tuning import Trace, model_tracer, trace_model, tune
-from sparge_tools.tuning import trace_directory as trace_module
+from sparge_tools.tuning import Trace, trace_model, tune
+from sparge_tools.tuning import tracing as trace_module
 from sparge_tools.tuning.capture import exact_output
 from tiny_llama import tiny_llama, token_inputs
 
@@ -72,7 +72,7 @@ def test_only_some_layers_are_traced(model, tmp_path):
 def test_finished_inputs_are_not_run_again(model, tmp_path, monkeypatch):
     inputs = token_inputs(n=3)
     ran = []
-    forward = model_tracer._forward
+    forward = trace_module._forward
 
     def count(model, given):
         ran.append(given)
@@ -80,7 +80,7 @@ def test_finished_inputs_are_not_run_again(model, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         forward(model, given)
 
-    monkeypatch.setattr(model_tracer, "_forward", count)
+    monkeypatch.setattr(trace_module, "_forward", count)
     with pytest.raises(KeyboardInterrupt):
         trace_model(model, inputs, tmp_path)
     assert len(Trace.open(tmp_path).inputs) == 1

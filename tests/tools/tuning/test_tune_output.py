@@ -12,14 +12,18 @@ import sparge
 from sparge import KeepMass, Profile, Recipe
 from sparge.values.recipe import DEFAULT
 from sparge_tools.evaluate.logits import compare, outputs_of
-from sparge_tools.tuning import TargetNotMet, scored_layers, sensitivity, tune_output, verify
-from sparge_tools.tuning.allocate import Option
-from sparge_tools.tuning.layer_levels import MASSES, HeadCurves, levels_of
+from sparge_tools.tuning import TargetNotMet, levels, output_target, sensitivity, tune_output
+from sparge_tools.tuning.levels import (
+    MASSES,
+    HeadCurves,
+    Option,
+    TunedModel,
+    attention_layers,
+    levels_of,
+)
 from sparge_tools.tuning.output_measure import LanguageMeasure, _standard_error
-from sparge_tools.tuning.prefix import Prefix
-from sparge_tools.tuning.scored_layers import TunedModel, attention_layers
-from sparge_tools.tuning.sensitivity import Sensitivity
-from sparge_tools.tuning.verify import Checked, scale_to_target
+from sparge_tools.tuning.output_target import Checked, scale_to_target
+from sparge_tools.tuning.sensitivity import Prefix, Sensitivity
 from tiny_llama import sharp_llama, token_inputs
 
 pytest.importorskip("transformers")
@@ -96,7 +100,7 @@ def test_a_larger_target_keeps_fewer_blocks_and_a_state_serves_both(model, texts
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sensitivity, "_change_of", no_more)
-        patch.setattr(scored_layers, "_score", no_more)
+        patch.setattr(levels, "_score", no_more)
         large = tune_output(model, *texts, max_kl=TARGET * 2, state=state)
     assert large.output["held_out"]["density"] < small.output["held_out"]["density"]
     assert large.output["sensitivity"].keys() == small.output["sensitivity"].keys()
@@ -280,7 +284,7 @@ def test_an_allocation_is_scaled_until_the_target_is_met(figure):
     found = pretended.scale(target=0.01, first=0.01)
     assert found.figures["value"] <= 0.01
     assert found.figures["value"] >= 0.009, "and used up"
-    assert pretended.checks <= verify.CHECKS
+    assert pretended.checks <= output_target.CHECKS
 
 
 def test_what_cannot_be_met_or_used_up():

@@ -16,7 +16,7 @@ from sparge import Profile, Schedule, accelerate
 from sparge.backends.cpu import library as native
 from sparge.cli import main
 from sparge_tools.tuning import Trace, schedule_of, trace_pipeline, tune
-from sparge_tools.tuning.presets import PRESETS, preset_of
+from sparge_tools.tuning.tuner import PRESETS, preset_of
 
 OURS = "cpu" if native.why_missing() is None else "reference"
 

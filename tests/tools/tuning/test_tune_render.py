@@ -21,8 +21,7 @@ from sparge.cli import main
 from sparge_tools.commands import tune_command
 from sparge_tools.renders import compare_renders
 from sparge_tools.tuning import TargetNotMet, schedule_of, tune_renders
-from sparge_tools.tuning.render_search import Level, Renderer, Verified, search_levels
-from sparge_tools.tuning.render_target import _distinct
+from sparge_tools.tuning.render_target import Level, Renderer, Verified, _distinct, search_levels
 
 OURS = "cpu" if native.why_missing() is None else "reference"
 MASSES, SHARES, TARGET = (0.95, 0.8, 0.6), (0.0, 0.25, 0.5), 53.6
@@ -248,7 +247,7 @@ def test_an_interrupt_writes_no_profile(argv, capsys, tmp_path, monkeypatch):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sparge_tools.tuning.render_search.psnr", stopped)
+    monkeypatch.setattr("sparge_tools.tuning.render_target.psnr", stopped)
     assert main([*argv, "--min-psnr", "40"]) == 130
     assert "the same command resumes" in capsys.readouterr().err
     assert not (tmp_path / "p.json").exists()

@@ -10,11 +10,17 @@ from oracle import dense, make_qkv, relative_l1
 from sparge import KeepMass, Recipe
 from sparge.synthetic import structured_qkv
 from sparge.values.profile import HeadSettings
-from sparge_tools.tuning import score, search
+from sparge_tools.tuning import layer
 from sparge_tools.tuning.capture import backend_for, captures_of, exact_output, run_captured
-from sparge_tools.tuning.layer import Runner, tune_layer
-from sparge_tools.tuning.score import CaptureScorer, LayerScorer
-from sparge_tools.tuning.search import find_ladder, find_pv_ladder, kept_sets
+from sparge_tools.tuning.layer import (
+    CaptureScorer,
+    LayerScorer,
+    Runner,
+    find_ladder,
+    find_pv_ladder,
+    kept_sets,
+    tune_layer,
+)
 
 EXACT = Recipe(precision="exact", predictor="mean")
 
@@ -119,16 +125,16 @@ def test_sets_are_those_of_the_planner(predictor, is_causal):
 @pytest.mark.parametrize("predictor", ["mean", "blend"])
 def test_the_sparsest_of_the_whole_grid_is_found(monkeypatch, predictor, l1):
     """Every setting, planned by the reference and measured in fp64 token by token."""
-    monkeypatch.setattr(search, "MASSES", (0.3, 0.6, 0.75, 0.85, 0.9, 0.94, 0.98))
-    monkeypatch.setattr(search, "SIMILARITIES", (None, 0.1, 0.3))
-    monkeypatch.setattr(search, "AT_ONCE", 4)
+    monkeypatch.setattr(layer, "MASSES", (0.3, 0.6, 0.75, 0.85, 0.9, 0.94, 0.98))
+    monkeypatch.setattr(layer, "SIMILARITIES", (None, 0.1, 0.3))
+    monkeypatch.setattr(layer, "AT_ONCE", 4)
     calls = [whole(seed=seed) for seed in (1, 2)]
     scored = layer_scorer([capture for _, capture in calls])
-    similarities = search.SIMILARITIES if predictor == "mean" else (None,)
+    similarities = layer.SIMILARITIES if predictor == "mean" else (None,)
     truths = [dense(*tensors, is_causal=True)[0] for tensors, _ in calls]
     tried = [[], []]
     for similarity in similarities:
-        for mass in search.MASSES:
+        for mass in layer.MASSES:
             recipe = Recipe(KeepMass(mass), predictor, similarity, precision="exact")
             errors, kept, allowed = [], 0, 0
             for ((q, k, v), _), truth in zip(calls, truths, strict=True):
@@ -173,7 +179,7 @@ def test_the_emulated_filter_skips_what_the_kernel_skips(thin):
             ran = runner.run(both)[h]
             skips = groups = 0
             for block, own in zip(scored[0].blocks, kept[:, 0, 0], strict=True):
-                skip = search.pv_skips(block.only(own).maxima, [pv_skip])
+                skip = layer.pv_skips(block.only(own).maxima, [pv_skip])
                 skips, groups = skips + int(skip.sum()), groups + skip[0].numel()
             if thin == 1:
                 assert skips / groups == pytest.approx(ran.pv_skipped)
@@ -206,7 +212,7 @@ def test_a_layer_too_large_to_hold_is_thinned_and_still_tuned(monkeypatch, thin)
     """Fewer rows are scored, every block by some, and heads again when they are needed again."""
     _, capture = whole(L=386)
     size = 4 * 386 * 386 * 32 // 64
-    monkeypatch.setattr(score, "MOST_BYTES", -(-size // thin))
+    monkeypatch.setattr(layer, "MOST_BYTES", -(-size // thin))
     scored = layer_scorer([capture])
     assert scored.thin == thin
     rows = [len(block.truth) for block in scored.head(0)[0].blocks]

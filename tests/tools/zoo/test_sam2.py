@@ -22,8 +22,8 @@ from sparge_tools.zoo.vision.sam2 import (
     prepare_image,
     split_windows,
 )
-from sparge_tools.zoo.vision.sam2_convert import convert_sam2, read_ort_weights
-from sparge_tools.zoo.vision.sam2_task import PROMPTS, Photo, PointToMask
+from sparge_tools.zoo.vision.task import PROMPTS, Photo, PointToMask
+from sparge_tools.zoo.vision.weights import convert_sam2, read_ort_weights
 
 TINY = Sam2Config(
     image_size=128,

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from sparge_tools.zoo.kinds import square_grid
+from sparge_tools.zoo.vision.task import TerrainTask, shade
 from sparge_tools.zoo.vision.terrain import HIGHEST, Attention, Terrain, TerrainConfig, heights_of
-from sparge_tools.zoo.vision.terrain_task import TerrainTask, shade
-from sparge_tools.zoo.vision.terrain_weights import PREFIX, convert_terrain
+from sparge_tools.zoo.vision.weights import PREFIX, convert_terrain
 from tiny_zoo_modules import onnx_of
 
 TINY = TerrainConfig(

@@ -12,10 +12,9 @@ import pytest
 
 from sparge import Unsupported
 from sparge_tools import zoo
-from sparge_tools.zoo import downloads, model_files, text_files
-from sparge_tools.zoo.downloads import megabytes, stage
+from sparge_tools.zoo import downloads, model_files
+from sparge_tools.zoo.downloads import last_line, megabytes, run_module, stage
 from sparge_tools.zoo.kinds import KINDS
-from sparge_tools.zoo.processes import last_line, run_module
 from tiny_wheels import tiny_text
 
 TINY = "first: \u03c0\n\nsecond"
@@ -103,7 +102,7 @@ def test_code_is_this_pythons_own():
 
 
 def test_no_source_of_python_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(text_files.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(model_files.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(OSError, match=r"this Python has none to read.*use another text"):
         zoo.text("code")
 
@@ -116,7 +115,7 @@ def test_a_text_by_pip(tiny, capfd, monkeypatch):
     names = {file.name for file in model_files.root().iterdir()}
     assert names <= {"tiny.txt", "downloads", ".tiny.lock"}
     assert not list(model_files.downloads().iterdir())
-    monkeypatch.setattr(text_files, "locked", None)
+    monkeypatch.setattr(model_files, "locked", None)
     assert zoo.text("tiny") == TINY
     assert capfd.readouterr() == ("", "")
 

@@ -18,7 +18,7 @@ from sparge_tools import optional_libraries, zoo
 from sparge_tools.zoo import downloads, kinds, model_files
 from sparge_tools.zoo.catalogue import ZooModel
 from sparge_tools.zoo.convert import convert
-from sparge_tools.zoo.vision import terrain, terrain_weights
+from sparge_tools.zoo.vision import weights
 from sparge_tools.zoo.vision.terrain import Terrain, TerrainConfig
 from tiny_wheels import write_npm_package, write_wheel
 from tiny_zoo_modules import onnx_of
@@ -97,7 +97,7 @@ def test_the_conversion_writes_what_is_loaded(tmp_path, monkeypatch):
     net = Terrain(NET).state_dict()
     (tmp_path / "net.onnx").write_bytes(onnx_of(net, NET).SerializeToString())
     with monkeypatch.context() as patch:
-        for module in (terrain, terrain_weights):
+        for module in (kinds, weights):
             patch.setattr(module, "TerrainConfig", lambda: NET)
         convert("terrain", tmp_path / "net", [tmp_path / "net.onnx"])
     found = zoo.load_module(tmp_path / "net").model.state_dict()

@@ -23,10 +23,16 @@ from sparge.support.atomic_files import replace_file
 from .. import zoo
 from ..optional_libraries import need_libraries
 from ..renders import Renders, compare_results
-from ..showcase import comparison, pictures_page
+from ..showcase import pictures_page
 from ..showcase.measure import DemoInputs, measure_showcase, prepare_inputs
-from ..showcase.page import make_page
-from ..showcase.page_figures import make_figures
+from ..showcase.page import (
+    comparison_table,
+    cost,
+    fallback_lines,
+    make_figures,
+    make_page,
+    verdict,
+)
 from ..showcase.result import Showcase
 from .arguments import MODEL, MODULE, add_model, add_text, check_file, kind_of
 
@@ -116,13 +122,13 @@ def print_table(show: Showcase, page: str) -> None:
         f"machine: {machine_text(show.where)}\n",
         soft_wrap=True,
     )
-    show_table(screen, comparison.comparison_table(show))
+    show_table(screen, comparison_table(show))
     answers = [" ".join(each.answer.splitlines()) for each in (show.dense, show.sparge)]
     lines = [
         f"\nhidden at token {needle.token:,}: {needle.fact}\nasked: {needle.question}",
         f"dense:  {needle.prefix}{answers[0]}\nsparge: {needle.prefix}{answers[1]}\n",
-        *(f"not sparse {line}" for line in comparison.fallback_lines(show)),
-        f"\n{comparison.verdict(show)} {comparison.cost(show)}\npage: {page}",
+        *(f"not sparse {line}" for line in fallback_lines(show)),
+        f"\n{verdict(show)} {cost(show)}\npage: {page}",
     ]
     screen.print("\n".join(lines), soft_wrap=True)
 

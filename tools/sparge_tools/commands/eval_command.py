@@ -37,7 +37,7 @@ from ..evaluate.settings import MEASURES, TASKS, Cell, Settings, digest_of
 from ..evaluate.tested_model import TestedModel
 from ..optional_libraries import need_libraries
 from ..renders import Pair, Renders, compare_renders, compare_results, difference_map
-from ..renders.media import shown_frames, to_png
+from ..renders.pictures import shown_frames, to_png
 from ..showcase.pictures_page import cost, make_pictures_page, pairs_table, verdict
 from .arguments import (
     LANGUAGE,

@@ -15,8 +15,8 @@ from sparge.cli.screen import console, deliver, progress
 from .. import zoo
 from ..tuning import Trace, trace_model, trace_pipeline
 from ..tuning.capture import BLOCKS
-from ..tuning.pipeline_tracer import STEPS
-from ..tuning.presets import preset_of
+from ..tuning.tracing import STEPS
+from ..tuning.tuner import preset_of
 from ..tuning.tuning_windows import calibration_windows
 from .arguments import (
     LANGUAGE,

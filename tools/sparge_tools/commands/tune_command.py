@@ -28,12 +28,12 @@ from sparge.cli.screen import console, deliver, progress, show_table
 from .. import zoo
 from ..optional_libraries import need_libraries
 from ..tuning import PRESETS, Trace, bounds_of, schedule_of, tune, tune_renders
+from ..tuning.levels import attention_layers
 from ..tuning.output_measure import KL, PERPLEXITY
 from ..tuning.output_target import TargetNotMet, check_target, steps_in_all, tune_output
-from ..tuning.presets import check_bounds
 from ..tuning.render_target import DENSE_FIRST, MASSES, check_psnr
-from ..tuning.scored_layers import attention_layers
-from ..tuning.trace_directory import MANIFEST
+from ..tuning.tracing import MANIFEST
+from ..tuning.tuner import check_bounds
 from ..tuning.tuning_windows import disjoint_windows
 from .arguments import (
     PIPELINE,

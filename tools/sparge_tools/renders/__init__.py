@@ -6,12 +6,9 @@
 `compare_results` does the same for a plain module of the zoo and its task.
 """
 
-from .compare import Settings, compare_renders, render
-from .media import frames_of
-from .modules import compare_results
+from .compare import Pair, Renders, Settings, compare_renders, compare_results, render
 from .open_pipeline import is_pipeline, open_pipeline
-from .picture_metrics import compare_pictures, difference_map, flip, psnr, ssim
-from .result import Pair, Renders
+from .pictures import compare_pictures, difference_map, flip, frames_of, psnr, ssim
 
 __all__ = [
     "Pair",

@@ -1,26 +1,185 @@
-"""A pipeline run twice from the same noise: with its own attention, and with sparge."""
+"""A pipeline or a module of the zoo run twice, with its own attention and with sparge: the pairs of
+renders from the same noise, and how they differ.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from sparge import Profile, Recipe, Schedule, accelerate
-from sparge.models import Handle
+from sparge import VISION, Profile, Recipe, Schedule, accelerate
+from sparge.models import Handle, Report
 from sparge.models.site import site_of
 from sparge.routing import AUTO
 from sparge.support.turns import timer
 
-from .media import frames_of
-from .picture_metrics import METRICS, compare_pictures
-from .result import Pair, Renders
+from ..zoo import ZooModule
+from .pictures import LOWER_IS_BETTER, METRICS, compare_pictures, frames_of, mean_of
 
+FORMAT = "sparge.renders/1"
+ERRORS = (*LOWER_IS_BETTER, "latent_error", "relative_l2", "largest_error")
+"""Figures of which less is better."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """One input, computed by the model's own attention and with sparge, from the same noise.
+
+    figures: how the results differ, by name; an infinite psnr is of equal pictures.
+    latent_errors: relative L2 of the latents after each step. dense, sparse: the pictures, uint8
+    `[T, H, W, 3]`; None where there are none. missing: what could not be measured, and why.
+    report: of the sparse run.
+    """
+
+    caption: str
+    seed: int | None
+    dense_seconds: float
+    sparse_seconds: float
+    figures: Mapping[str, float]
+    report: Report
+    dense: Any = None
+    sparse: Any = None
+    latent_errors: tuple[float, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_identical(self) -> bool | None:
+        """Whether all pixels are equal; None without pictures."""
+        return None if self.dense is None else bool((self.dense == self.sparse).all())
+
+    @property
+    def speedup(self) -> float:
+        return self.dense_seconds / self.sparse_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data without the pictures. An infinite psnr becomes null in JSON; `is_identical`
+        tells it from one that is missing."""
+        return {
+            "caption": self.caption,
+            "seed": self.seed,
+            "dense_seconds": self.dense_seconds,
+            "sparse_seconds": self.sparse_seconds,
+            "speedup": self.speedup,
+            "density": self.report.density,
+            "sparse_density": self.report.sparse_density,
+            "figures": dict(self.figures),
+            "is_identical": self.is_identical,
+            "frames": None if self.dense is None else len(self.dense),
+            "latent_errors": list(self.latent_errors),
+            "missing": dict(self.missing),
+            "fallbacks": dict(self.report.fallbacks),
+            "steps": step_densities(self.report),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Renders:
+    """The pairs of one model with one setting. metric: the figure that decides."""
+
+    model: str
+    about: str
+    metric: str
+    pairs: tuple[Pair, ...]
+    settings: Mapping[str, Any]
+
+    def values(self, figure: str) -> list[float]:
+        return [pair.figures[figure] for pair in self.pairs if figure in pair.figures]
+
+    def mean(self, figure: str) -> float | None:
+        """Over the pairs that have it; None if none has. See `mean_of` for infinite ones."""
+        values = self.values(figure)
+        return mean_of(values) if values else None
+
+    def worst(self, figure: str) -> float | None:
+        """Of one pair."""
+        values = self.values(figure)
+        if not values:
+            return None
+        return max(values) if figure.removesuffix("_worst") in ERRORS else min(values)
+
+    @property
+    def figures(self) -> list[str]:
+        return list(dict.fromkeys(name for pair in self.pairs for name in pair.figures))
+
+    @property
+    def density(self) -> float:
+        return sum(pair.report.density for pair in self.pairs) / len(self.pairs)
+
+    @property
+    def sparse_density(self) -> float:
+        """Of the calls that ran sparse."""
+        return sum(pair.report.sparse_density for pair in self.pairs) / len(self.pairs)
+
+    @property
+    def speedup(self) -> float:
+        """The median over pairs."""
+        return median(pair.speedup for pair in self.pairs)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for pair in self.pairs:
+            for reason, n in pair.report.fallbacks.items():
+                found[reason] = found.get(reason, 0) + n
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "about": self.about,
+            "metric": self.metric,
+            "settings": dict(self.settings),
+            "density": self.density,
+            "sparse_density": self.sparse_density,
+            "speedup": self.speedup,
+            "figures": {
+                name: {"mean": self.mean(name), "worst": self.worst(name)} for name in self.figures
+            },
+            "notes": list(dict.fromkeys(note for p in self.pairs for note in p.report.notes)),
+            "pairs": [pair.to_dict() for pair in self.pairs],
+        }
+
+
+def step_densities(report: Report) -> dict[str, Any]:
+    """Density by layer × step, and by layer × step × head where a step ran sparse."""
+    steps = sorted({each.step for layer in report.layers for each in layer.by_step})
+    noise: dict[int, float | None] = {}
+    layers: list[list[float | None]] = []
+    heads: list[list[list[float] | None]] = []
+    for layer in report.layers:
+        at = {each.step: each for each in layer.by_step}
+        noise |= {step: each.noise_level for step, each in at.items()}
+        layers.append([round(at[s].density, 4) if s in at else None for s in steps])
+        heads.append([_rounded(at[s].density_by_head) if s in at else None for s in steps])
+    return {
+        "steps": steps,
+        "noise_levels": [noise[step] for step in steps],
+        "layers": [layer.name for layer in report.layers],
+        "density": layers,
+        "density_by_head": heads,
+        "density_by_step": list(report.density_by_step.values()),
+    }
+
+
+def _rounded(values: Sequence[float]) -> list[float] | None:
+    return [round(value, 4) for value in values] or None
+
+
+def decibels(value: float) -> str:
+    return "equal" if math.isinf(value) else f"{value:.2f}"
+
+
+Result = TypeVar("Result")
 Prompt = str | Mapping[str, Any]
 """A prompt, or other arguments of the pipeline, such as `{"class_labels": [7]}`."""
 STEP_END, STEP_END_OLD = "callback_on_step_end", "callback"
@@ -125,19 +284,12 @@ def _compare(
     sparse_first: bool,
 ) -> Pair:
     caption, arguments = given.caption, given.arguments
-    runs: dict[str, Rendered] = {}
-    report = None
-    # The order alternates from pair to pair, so that neither always runs on the warmer machine.
-    for way in ("sparse", "dense") if sparse_first else ("dense", "sparse"):
-        done(f"{way}, seed {seed}: {caption}")
-        if way == "dense":
-            runs[way] = render(pipe, arguments, seed)
-            continue
-        with settings.accelerate(pipe) as handle:
-            runs[way] = render(pipe, arguments, seed)
-            report = handle.report()
-    assert report is not None
-    dense, sparse = runs["dense"], runs["sparse"]
+    dense, sparse, report = _both_ways(
+        lambda: render(pipe, arguments, seed),
+        lambda: settings.accelerate(pipe),
+        lambda way: done(f"{way}, seed {seed}: {caption}"),
+        sparse_first=sparse_first,
+    )
     figures: dict[str, float] = {}
     missing: dict[str, str] = {}
     if why := dense.why_no_frames or sparse.why_no_frames:
@@ -162,6 +314,32 @@ def _compare(
         latent_errors=errors,
         missing=missing,
     )
+
+
+def _both_ways(
+    run: Callable[[], Result],
+    accelerated: Callable[[], Handle],
+    say: Callable[[str], None],
+    *,
+    sparse_first: bool,
+) -> tuple[Result, Result, Report]:
+    """Results of a dense and of a sparse run, and the report of the sparse one.
+
+    The order alternates from pair to pair, so that neither always runs on the warmer machine.
+    """
+
+    def sparsely() -> tuple[Result, Report]:
+        say("sparse")
+        with accelerated() as handle:
+            return run(), handle.report()
+
+    if sparse_first:
+        sparse, report = sparsely()
+    say("dense")
+    dense = run()
+    if not sparse_first:
+        sparse, report = sparsely()
+    return dense, sparse, report
 
 
 def render(pipe: Any, arguments: Mapping[str, Any], seed: int) -> Rendered:
@@ -274,3 +452,61 @@ def quiet_bars(pipe: Any) -> Iterator[None]:
     finally:
         if hide is not None:
             hide(**{"disable": False, **had})
+
+
+def compare_results(
+    loaded: ZooModule,
+    *,
+    inputs: int = 4,
+    seed: int = 0,
+    recipe: Recipe | None = None,
+    profile: Any = None,
+    order: str | None = None,
+    layers: Any = None,
+    backend: str = AUTO,
+    warm_up: bool = True,
+    done: Callable[[str], None] = lambda what: None,
+) -> Renders:
+    """Run the task of a module on some inputs, dense and sparse, and compare by its own figures.
+
+    loaded: of `zoo.load_module`. inputs, seed: how many inputs, and which. recipe to backend: as in
+    `sparge.accelerate`; the grids of the module are given to it. Without a recipe and a profile
+    the module runs `VISION`. done: called before each run.
+    """
+    task, model = loaded.task, loaded.model
+    if recipe is None and profile is None:
+        recipe = VISION
+    given = task.inputs(inputs, seed)
+    refuse_accelerated(model)
+    settings = Settings(recipe, profile, None, order, loaded.grids, layers, backend)
+    timed = timer(next(model.parameters()).device.type)
+    pairs = []
+    with torch.no_grad():
+        if warm_up:
+            done("warming up")
+            task.run(model, given[0])
+            with settings.accelerate(model):
+                task.run(model, given[0])
+        for i, each in enumerate(given):
+            caption = task.caption(each)
+            (dense_seconds, dense), (sparse_seconds, sparse), report = _both_ways(
+                partial(timed, partial(task.run, model, each)),
+                lambda: settings.accelerate(model),
+                lambda way, caption=caption: done(f"{way}: {caption}"),  # type: ignore[misc]
+                sparse_first=i % 2 == 1,
+            )
+            pictures = [task.picture(each, result) for result in (dense, sparse)]
+            frames = [None if picture is None else picture[None] for picture in pictures]
+            pair = Pair(
+                caption=caption,
+                seed=None,
+                dense_seconds=dense_seconds,
+                sparse_seconds=sparse_seconds,
+                figures=task.compare(dense, sparse),
+                report=report,
+                dense=frames[0],
+                sparse=frames[1],
+            )
+            pairs.append(pair)
+    told = {**settings.to_dict(), "inputs": inputs, "seed": seed}
+    return Renders(loaded.name, task.about, task.metric, tuple(pairs), told)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..optional_libraries import need_libraries
+from ..zoo import no_progress_bars
 
 INDEX = "model_index.json"
 
@@ -36,12 +35,13 @@ def open_pipeline(
     """
     need_libraries(f"{os.fspath(path)} cannot be loaded", "diffusers", extra="vision")
     from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
 
     device = torch.accelerator.current_accelerator(check_available=True)
     if offload and device is None:
         raise ValueError("offload moves parts between GPU and CPU, and there is no GPU here")
     try:
-        with _no_progress_bars():
+        with no_progress_bars(logging):
             pipe = DiffusionPipeline.from_pretrained(
                 os.fspath(path), dtype=dtype, local_files_only=True
             )
@@ -66,19 +66,3 @@ def class_name(path: str | os.PathLike[str]) -> str:
         return str(index["_class_name"])
     except (OSError, ValueError, KeyError, TypeError):
         return "diffusers pipeline"
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Without the bars of diffusers and transformers, one for each part of a pipeline."""
-    from diffusers.utils import logging
-    from transformers.utils import logging as of_transformers
-
-    shown = [each for each in (logging, of_transformers) if each.is_progress_bar_enabled()]
-    for each in shown:
-        each.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for each in shown:
-            each.enable_progress_bar()

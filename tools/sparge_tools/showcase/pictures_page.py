@@ -14,16 +14,14 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from sparge.cli.machine import load_text
 from sparge.cli.screen import Column, Table, error, percent, share, times
 
 from ..figure import new_figure
 from ..renders import Pair, Renders, difference_map
-from ..renders.media import shown_frames
-from ..renders.result import decibels, step_densities
-from .comparison import seconds
+from ..renders.compare import decibels, step_densities
+from ..renders.pictures import shown_frames
 from .page import PAGE as OTHER_PAGE
-from .page_figures import THEMES, WIDTH, Theme, themed_uri
+from .page import THEMES, WIDTH, Theme, heat_map, machine_words, seconds, themed_uri
 
 MOST_LABELS = 40
 
@@ -61,17 +59,17 @@ def errors_figure(renders: Renders, theme: Theme) -> Any:
 
 def steps_figure(renders: Renders, theme: Theme) -> Any:
     """Density by layer and step of the first pair."""
-    from matplotlib.colors import LinearSegmentedColormap
-
     found = step_densities(renders.pairs[0].report)
     grid = [[math.nan if x is None else x for x in row] for row in found["density"]]
     n, steps = len(grid), len(found["steps"])
-    figure = new_figure(WIDTH, min(1.4 + 0.22 * n, 9.0))
-    panel = figure.subplots()
-    # Sparser is darker, as on the other pages.
-    colours = LinearSegmentedColormap.from_list("density", theme.map[::-1])
-    extent = (0.5, steps + 0.5, n - 0.5, -0.5)
-    image = panel.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", extent=extent)
+    figure, panel = heat_map(
+        grid,
+        theme.map[::-1],  # sparser is darker, as on the other pages
+        height=min(1.4 + 0.22 * n, 9.0),
+        top=1,
+        label="density",
+        extent=(0.5, steps + 0.5, n - 0.5, -0.5),
+    )
     if n <= MOST_LABELS:
         panel.set_yticks(range(n), found["layers"], fontsize=6.5)
         if steps <= 20:
@@ -84,10 +82,6 @@ def steps_figure(renders: Renders, theme: Theme) -> Any:
         panel.set_ylabel("layer")
     panel.set_xlabel("step")
     panel.xaxis.get_major_locator().set_params(integer=True)
-    panel.spines[:].set_visible(False)
-    bar = figure.colorbar(image, ax=panel, pad=0.01, fraction=0.03)
-    bar.set_label("density")
-    bar.outline.set_visible(False)
     return figure
 
 
@@ -146,16 +140,7 @@ def pairs_table(renders: Renders) -> Table:
         Column("speedup", "times\ndense", times),
     ]
     rows: list[Mapping[str, Any]] = [
-        {
-            **pair.figures,
-            "caption": _short(pair.caption),
-            "seed": pair.seed,
-            "density": pair.report.density,
-            "sparse_density": pair.report.sparse_density,
-            "dense_seconds": pair.dense_seconds,
-            "sparse_seconds": pair.sparse_seconds,
-            "speedup": pair.speedup,
-        }
+        {**pair.to_dict(), **pair.figures, "caption": _short(pair.caption)}
         for pair in renders.pairs
     ]
     if len(rows) > 1:
@@ -247,13 +232,7 @@ def make_pictures_page(
         "verdict": verdict(sections),
         "cost": cost(sections),
         "command": command,
-        "cpu": where["machine"]["cpu"],
-        "threads": str(where["machine"]["threads"]),
-        "machine": where["machine_line"],
-        "isa": where["isa"] or "none: the reference ran",
-        "load": load_text(where),
-        "versions": ", ".join(f"{name} {v}" for name, v in where["versions"].items() if v),
-        "date": where["date"],
+        **machine_words(where),
     }
     style = STYLE.search(OTHER_PAGE.read_text(encoding="utf-8"))
     assert style is not None
@@ -271,8 +250,6 @@ def _section(renders: Renders) -> str:
         parts.append(f'<p class="soft">The pictures of {left} more are left out here.</p>')
     parts.append(_table(pairs_table(renders)))
     if find_spec("matplotlib") is not None:
-        from .pictures_page import make_charts
-
         parts += [_chart(name, uris) for name, uris in make_charts(renders).items()]
     settings = json.dumps(dict(renders.settings), ensure_ascii=False)
     parts.append(f"<p>Settings; null is the default:</p><pre>{escape(settings)}</pre>")

@@ -75,7 +75,6 @@ def measure(lengths: str, backend: str, sequences: int, rounds: int) -> dict[str
     """Fastest of the rounds; both take turns. `auto` may compute in a pack what it leaves to torch
     outside of one, so that their results differ by rounding."""
     timed = timer("cpu")
-    timed = timer("cpu")
     pack = make_pack(*LENGTHS[lengths], sequences)
 
     def at_once() -> Tensor:

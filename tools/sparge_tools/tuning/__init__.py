@@ -14,14 +14,10 @@ profile = sparge_tools.tuning.tune_renders(pipe, prompts, min_psnr=30)
 """
 
 from .capture import Capture, captures_of
-from .denoiser_target import tune_denoiser
-from .model_tracer import trace_model
-from .output_target import TargetNotMet, tune_output
-from .pipeline_tracer import trace_pipeline
-from .presets import PRESETS, bounds_of
+from .output_target import TargetNotMet, tune_denoiser, tune_output
 from .render_target import schedule_of, tune_renders
-from .trace_directory import Trace
-from .tuner import tune, tune_head_settings
+from .tracing import Trace, trace_model, trace_pipeline
+from .tuner import PRESETS, bounds_of, tune, tune_head_settings
 
 __all__ = [
     "PRESETS",

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparge import BLOCK_Q, Backend, Recipe
+from sparge import BLOCK_Q, Backend, Recipe, __version__
 from sparge.backends.dense import attend_dense
 from sparge.engine.check import check_call
 from sparge.routing import AUTO, choose, get_backend
 from sparge.support.autocast import without_autocast
+from sparge.support.cpuinfo import cpu_name
 from sparge.values.call import Call, Inputs, work_dtype
 from sparge.values.geometry import block_range, diagonal_offset, n_blocks, sampled_rows
 from sparge.values.stages import Prepared, prepare
@@ -122,10 +124,10 @@ class Measured:
 
 def backend_for(capture: Capture, recipe: Recipe, name: str = AUTO) -> Backend:
     """The backend that runs a capture sparse; dense attention has nothing to tune."""
-    return get_backend(choose(_call_of(capture, recipe), name, dense_ok=False).backend)
+    return get_backend(choose(call_of(capture, recipe), name, dense_ok=False).backend)
 
 
-def _call_of(capture: Capture, recipe: Recipe, i: int | None = None) -> Call:
+def call_of(capture: Capture, recipe: Recipe, i: int | None = None) -> Call:
     """The call of all kept blocks, or of one at its place in the sequence."""
     tokens = capture.tokens(0 if i is None else i)
     rows = slice(None) if i is None else capture.rows(i)
@@ -144,7 +146,7 @@ def _call_of(capture: Capture, recipe: Recipe, i: int | None = None) -> Call:
 def prepare_capture(capture: Capture, recipe: Recipe, backend: Backend) -> Prepared:
     """One pass over the keys for all kept blocks."""
     inputs = Inputs(capture.query, capture.key, capture.value)
-    call = _call_of(capture, recipe)
+    call = call_of(capture, recipe)
     return prepare(backend.stages(), call, inputs, to_plan=True, to_attend=True)
 
 
@@ -182,7 +184,7 @@ def run_captured(capture: Capture, recipe: Recipe, exact: Tensor, *, backend: Ba
         for i in range(len(capture.starts)):
             tokens, rows = capture.tokens(i), capture.rows(i)
             prepared = replace(whole, queries=whole.queries.blocks(i, i + 1))
-            call = _call_of(capture, recipe, i)
+            call = call_of(capture, recipe, i)
             mass = stages.predict(call, prepared, tokens) if call.predicts else None
             plan = stages.select(call, prepared, mass, tokens)
             done = stages.attend(call, prepared, plan, tokens)
@@ -195,3 +197,12 @@ def run_captured(capture: Capture, recipe: Recipe, exact: Tensor, *, backend: Ba
             pv_groups += plan.counts[0].sum(-1) * n_blocks(tokens.Lq, backend.row_group)
     error = torch.where(wrong == 0, 0.0, wrong / right)
     return Measured(error, kept, allowed, pv_skips, pv_groups)
+
+
+def stamp() -> dict[str, Any]:
+    """When, where and with which version a profile was made."""
+    return {
+        "version": __version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+    }

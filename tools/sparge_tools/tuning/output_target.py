@@ -1,41 +1,200 @@
-"""Tune a model to a target of its own output: divergence or perplexity of a language model.
+"""Tune a model to a target of its own output: divergence or perplexity of a language model, or the
+change of a denoiser's output in every band of the noise level.
 
-Each layer gets the error that buys the most sparsity for what it does to the output. The result is
-verified on held-out inputs; what the profile promises is what was measured there.
+Each layer gets the error that buys the most sparsity for what it does to the output. An allocation
+is checked end to end on held-out inputs, and scaled until it meets the target; what the profile
+promises is what was measured there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from sparge import DEFAULT, Profile, Recipe, __version__
+from sparge import DEFAULT, KeepMass, Profile, Recipe, __version__, accelerate
 from sparge.routing import AUTO
-from sparge.support.cpuinfo import cpu_name
-from sparge.values.profile import LayerSettings, fingerprint
+from sparge.values.profile import HeadSettings, LayerSettings, fingerprint
 
-from .capture import BLOCKS
-from .model_tracer import Inputs, inputs_digest
-from .output_measure import KL, PERPLEXITY, LanguageMeasure, Measure, evaluating
-from .output_state import OutputState
-from .scored_layers import (
+from .capture import BLOCKS, stamp
+from .layer import NO_GAIN
+from .levels import (
     Layers,
+    Levels,
+    Option,
+    ScoredLayer,
     TunedModel,
+    allocate,
     attention_layers,
     base_recipe,
     levels_of_layers,
     score_layers,
 )
-from .search import NO_GAIN
-from .sensitivity import INPUTS, Sensitivity, layer_options, measure_sensitivity
-from .verify import CHECKS, Checked, Verifier, scale_to_target
+from .output_measure import (
+    KL,
+    PERPLEXITY,
+    RELATIVE_L2,
+    DenoiserMeasure,
+    LanguageMeasure,
+    Measure,
+    OutputState,
+    evaluating,
+)
+from .sensitivity import INPUTS, layer_options, measure_sensitivity
+from .tracing import Inputs, as_arguments, inputs_digest
+
+CHECKS = 7
+"""Allocations that are run on the held-out inputs at most."""
+CLOSE = 0.04
+"""A target is used up well enough within this share of it."""
+LEAST, MOST, TRIES = 1e-3, 1e4, 40
+"""The sums of changes that are tried, against the one to begin with, and how many of them."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One allocation on the held-out inputs. settings: with measured densities and errors."""
+
+    options: Mapping[str, int]
+    settings: Mapping[str, LayerSettings]
+    figures: Mapping[str, Any]
+    density: float
+
+
+@dataclass
+class Verifier:
+    """Runs allocations on held-out inputs; dense outputs are kept in memory, results in the state.
+
+    layers: what `score_layers` found; levels: theirs, numbered from 1 on as options, of which 0
+    is the layer's own dense attention.
+    """
+
+    tuned: TunedModel
+    held_out: Sequence[Inputs]
+    layers: Mapping[str, ScoredLayer]
+    levels: Levels
+    state: OutputState
+    step: Callable[[str], None] = lambda what: None
+    _dense: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, options: Mapping[str, int]) -> Checked:
+        """The options of every layer, by number, run on every held-out input."""
+        settings = {name: self.settings_of(name, options[name]) for name in self.layers}
+        profile = Profile(settings, fingerprint(self.tuned.model), None, default=self.tuned.recipe)
+        each = self._on_every_input(json.dumps(profile.to_dict()["layers"]), profile=profile)
+        measured = {name: _measured(settings[name], name, each) for name in settings}
+        checked = self._summary(each)
+        return replace(checked, options=dict(options), settings=measured)
+
+    def everything_kept(self) -> Checked:
+        """Nothing skipped: what the precision alone does."""
+        recipe = replace(self.tuned.recipe, keep=KeepMass(1.0))
+        return self._summary(self._on_every_input("everything kept", recipe=recipe))
+
+    def settings_of(self, name: str, option: int) -> LayerSettings:
+        masses = self.levels[name][max(option - 1, 0)].masses
+        settings = self.tuned.settings(masses, is_causal=self.layers[name].is_causal)
+        return settings if option else replace(settings, heads=(HeadSettings(),) * len(masses))
+
+    def _on_every_input(self, which: str, **given: Any) -> list[dict[str, Any]]:
+        choice = hashlib.sha256(which.encode()).hexdigest()[:12]
+        each = []
+        for one in self.held_out:
+            key = f"check {choice} {inputs_digest(one)[:12]}"
+            found = self.state.get(key)
+            each.append(self.state.put(key, self._run(one, given)) if found is None else found)
+        return each
+
+    def _run(self, given: Inputs, settings: Mapping[str, Any]) -> dict[str, Any]:
+        model, measure, digest = self.tuned.model, self.tuned.measure, inputs_digest(given)
+        if digest not in self._dense:
+            self._dense[digest] = measure.run(given)
+        backend = next(iter(self.layers.values())).backend
+        chosen: dict[str, Any] = {"layers": self.layers.__contains__, "backend": backend}
+        with accelerate(model, measure_error=True, **chosen, **settings) as handle:
+            sparse = measure.run(given)
+            layers = [each for each in handle.report().layers if each.name in self.layers]
+        heads = {
+            each.name: [list(each.density_by_head), list(each.error_by_head or ())]
+            for each in layers
+        }
+        kept, allowed = sum(each.kept for each in layers), sum(each.allowed for each in layers)
+        parts = measure.parts(self._dense[digest], sparse, given)
+        return {"density": kept / max(allowed, 1), "parts": parts, "heads": heads}
+
+    def _summary(self, each: Sequence[Mapping[str, Any]]) -> Checked:
+        figures = self.tuned.measure.figures([part for one in each for part in one["parts"]])
+        density = sum(one["density"] for one in each) / len(each)
+        judged = self.tuned.measure.judged(figures)
+        self.step(f"density {density:.3f}: {judged.mean:.5f} ± {judged.error:.5f}")
+        return Checked({}, {}, figures, density)
+
+
+def _measured(
+    settings: LayerSettings, name: str, each: Sequence[Mapping[str, Any]]
+) -> LayerSettings:
+    """The settings with the density and the error of every head over the held-out inputs."""
+    runs = [one["heads"][name] for one in each if one["heads"][name][0]]
+    heads = settings.heads
+    if runs:
+        density = [sum(numbers) / len(runs) for numbers in zip(*(d for d, _ in runs), strict=True)]
+        error = [max(numbers) for numbers in zip(*(e for _, e in runs), strict=True)]
+        heads = tuple(
+            head if head.is_dense else replace(head, density=round(d, 4), error=round(e, 5))
+            for head, d, e in zip(heads, density, error, strict=True)
+        )
+    return replace(settings, heads=heads, inputs=len(each))
+
+
+def scale_to_target(
+    options: Mapping[str, Sequence[Option]],
+    check: Callable[[Mapping[str, int]], Checked],
+    figure: Callable[[Checked], float],
+    *,
+    target: float,
+    first: float,
+) -> Checked | None:
+    """The sparsest allocation found whose measured figure is at most the target; None without one.
+
+    first: the sum of changes to begin with. Changes do not add up exactly, so the sum allowed is
+    scaled by what was measured, between one that met the target and one that did not.
+    """
+    best: Checked | None = None
+    met, missed, allowed = 0.0, math.inf, first
+    known: dict[tuple[int, ...], Checked] = {}
+    # An allocation that was checked before costs nothing; a small model has few of them.
+    for _ in range(TRIES):
+        chosen = allocate(options, allowed)
+        key = tuple(chosen.values())
+        if key not in known:
+            if len(known) == CHECKS:
+                break
+            known[key] = check(chosen)
+        found = known[key]
+        value = figure(found)
+        if value <= target:
+            met = allowed
+            best = found if best is None or found.density < best.density else best
+            if value >= (1.0 - CLOSE) * target:
+                break
+        else:
+            missed = allowed
+        ratio = (1.0 - CLOSE / 2) * target / max(value, 1e-12)
+        allowed *= min(max(ratio, 0.1), 4.0)
+        if not met < allowed < missed:
+            allowed = math.sqrt(met * missed) if met else missed / 4
+        if allowed < LEAST * first or allowed > MOST * first:
+            break
+    return best
+
 
 State = str | os.PathLike[str] | None
 Step = Callable[[str], None]
@@ -43,15 +202,6 @@ Step = Callable[[str], None]
 
 class TargetNotMet(RuntimeError):  # noqa: N818 - reads as the answer it is
     """No sparse settings keep the output within the target; the message has the figures."""
-
-
-@dataclass(frozen=True)
-class OutputResult:
-    """Settings found for one target on some inputs, and how."""
-
-    checked: Checked
-    sensitivities: Mapping[str, Sensitivity]
-    provenance: Mapping[str, Any]
 
 
 def tune_output(
@@ -98,9 +248,9 @@ def tune_output(
     )
     kept = OutputState(None if state is None else Path(state), request_of(tuned, inputs, held_out))
     with evaluating(model), torch.inference_mode():
-        result = tune_inputs(tuned, inputs, held_out, target, kept, done)
-    found = {"measure": judge, "target": target, **result.provenance}
-    return make_profile(tuned, result.checked.settings, found, name=name, about=about)
+        checked, how = tune_inputs(tuned, inputs, held_out, target, kept, done)
+    found = {"measure": judge, "target": target, **how}
+    return make_profile(tuned, checked.settings, found, name=name, about=about)
 
 
 def check_target(judge: str, target: Any) -> None:
@@ -149,8 +299,8 @@ def tune_inputs(
     target: float,
     state: OutputState,
     step: Step,
-) -> OutputResult:
-    """Score, measure, allocate, verify and scale."""
+) -> tuple[Checked, dict[str, Any]]:
+    """Score, measure, allocate, verify and scale: the settings found, and how, for the profile."""
     layers = score_layers(tuned, inputs, state, step)
     levels = levels_of_layers(layers)
     sensitivities = measure_sensitivity(tuned, inputs, layers, levels, state, step)
@@ -183,7 +333,7 @@ def tune_inputs(
             for name, of in sensitivities.items()
         },
     }
-    return OutputResult(best, sensitivities, provenance)
+    return best, provenance
 
 
 def _why_not(verifier: Verifier, target: float, best: Checked | None) -> str:
@@ -218,9 +368,126 @@ def make_profile(
         bounds=None,
         default=tuned.recipe,
         name=name,
-        version=__version__,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        machine=f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        **stamp(),
         calibration={**(about or {}), "dtype": dtype, "query_blocks": tuned.blocks},
         output=output,
     )
+
+
+BANDS = ((0.0, 0.5), (0.5, 1.0))
+Band = tuple[float, float]
+
+
+def tune_denoiser(
+    model: nn.Module,
+    inputs: Sequence[Inputs],
+    held_out: Sequence[Inputs],
+    *,
+    max_change: float,
+    noise_levels: Sequence[float] | None = None,
+    held_out_levels: Sequence[float] | None = None,
+    bands: Sequence[Band] = BANDS,
+    recipe: Recipe = DEFAULT,
+    layers: Layers = None,
+    blocks: int = BLOCKS,
+    backend: str = AUTO,
+    name: str = "",
+    about: Mapping[str, Any] | None = None,
+    state: State = None,
+    done: Step = lambda what: None,
+) -> Profile:
+    """The sparsest profile found whose output changes by at most max_change in every noise band.
+
+    The change is relative L2 against the dense output, its mean over the held-out inputs of a band,
+    with one standard error to spare. inputs, held_out: the model's keyword arguments; noise_levels,
+    held_out_levels: the share of noise in each, 0 to 1; None takes the mean of an argument
+    `timestep`. bands: `[low, high)`; each needs an input to calibrate on and two held out.
+    The rest is as in `tune_output`. Noise levels outside of all bands keep dense attention. Run the
+    model inside `handle.context(noise_level=...)`.
+
+    Raises `TargetNotMet`, naming the band, if nothing sparse meets the target there.
+    """
+    check_target(RELATIVE_L2, max_change)
+    check_disjoint(inputs, held_out)
+    mine = _by_band(inputs, levels_of_noise(inputs, noise_levels, "noise_levels"), bands)
+    others = _by_band(
+        held_out, levels_of_noise(held_out, held_out_levels, "held_out_levels"), bands
+    )
+    for band in bands:
+        if not mine[band] or len(others[band]) < 2:
+            raise ValueError(
+                f"bands need one input and two held-out inputs each; noise {band[0]:g} to "
+                f"{band[1]:g} has {len(mine[band])} and {len(others[band])}"
+            )
+    tuned = TunedModel(
+        model,
+        DenoiserMeasure(model),
+        attention_layers(model, layers),
+        base_recipe(recipe),
+        backend,
+        blocks,
+    )
+    kept = OutputState(None if state is None else Path(state), request_of(tuned, inputs, held_out))
+    checked: dict[Band, Checked] = {}
+    told_bands = []
+    with evaluating(model), torch.inference_mode():
+        for band in bands:
+            try:
+                found = tune_inputs(tuned, mine[band], others[band], max_change, kept, done)
+            except TargetNotMet as why:
+                told = f"noise {band[0]:g} to {band[1]:g}: {why}"
+                raise TargetNotMet(told) from None
+            checked[band] = found[0]
+            told_bands.append({"noise": list(band), **found[1]})
+    output = {"measure": RELATIVE_L2, "target": max_change, "bands": told_bands}
+    settings = {layer: _banded(layer, checked) for layer in tuned.names}
+    return make_profile(tuned, settings, output, name=name, about=about)
+
+
+def levels_of_noise(
+    inputs: Sequence[Inputs], levels: Sequence[float] | None, argument: str
+) -> list[float]:
+    """A noise level for each input, as given or as its timestep says."""
+    if levels is None:
+        stated = [as_arguments(given).get("timestep") for given in inputs]
+        if any(level is None for level in stated):
+            raise ValueError(f"{argument} must be given: the inputs have no argument timestep")
+        levels = [float(torch.as_tensor(x, dtype=torch.float64).mean()) for x in stated]
+    if len(levels) != len(inputs):
+        raise ValueError(
+            f"{argument} needs one for each of {len(inputs)} inputs, got {len(levels)}"
+        )
+    wrong = [level for level in levels if not 0.0 <= level <= 1.0]
+    if wrong:
+        raise ValueError(
+            f"{argument} must be in [0, 1], got {wrong[0]:g}; for a timestep divide it by the "
+            "number of training timesteps"
+        )
+    return list(levels)
+
+
+def _by_band(
+    inputs: Sequence[Inputs], levels: Sequence[float], bands: Sequence[Band]
+) -> dict[Band, list[Inputs]]:
+    """The inputs of every band; a level of no band is refused, since nothing would use it."""
+    LayerSettings(bands=tuple(LayerSettings(noise=band) for band in bands))  # checks them
+    found: dict[Band, list[Inputs]] = {band: [] for band in bands}
+    for given, level in zip(inputs, levels, strict=True):
+        at = [band for band in bands if band[0] <= level < band[1] or level == band[1] == 1.0]
+        if not at:
+            raise ValueError(f"bands must hold every noise level of the inputs, none has {level:g}")
+        found[at[0]].append(given)
+    return found
+
+
+def _banded(layer: str, checked: Mapping[Band, Checked]) -> LayerSettings:
+    """Settings by band; where the bands leave noise levels out, dense attention there."""
+    found = {band: of.settings[layer] for band, of in checked.items() if layer in of.settings}
+    if not found:
+        return LayerSettings()
+    each = tuple(replace(settings, noise=band) for band, settings in found.items())
+    covered = sum(high - low for low, high in found)
+    if covered > 1.0 - 1e-9:
+        return LayerSettings(bands=each)
+    n = len(each[0].heads)
+    return replace(each[0], heads=(HeadSettings(),) * n, noise=None, inputs=0, bands=each)

@@ -8,24 +8,69 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sparge import DEFAULT, Profile, Recipe, __version__
+from sparge import DEFAULT, Profile, Recipe
 from sparge.routing import AUTO
 from sparge.support.atomic_files import replace_file
-from sparge.support.cpuinfo import cpu_name
 from sparge.support.json_text import parse_json, read_json_text
 from sparge.values.profile import Fingerprint, LayerSettings
 
-from .capture import BLOCKS, Capture, captures_of
+from .capture import BLOCKS, Capture, captures_of, stamp
 from .layer import PREDICTORS, TunedLayer, tune_layer
-from .presets import check_bounds
-from .trace_directory import Trace
+from .tracing import Trace
+
+Bounds = tuple[float, float | None]
+
+PRESETS: dict[str, Bounds] = {
+    "llama": (0.08, 0.09),
+    "cogvideox": (0.05, 0.06),
+    "mochi": (0.05, 0.06),
+    "sd3.5": (0.07, 0.08),
+    "flux": (0.07, 0.08),
+    "open-sora-plan": (0.03, 0.035),
+}
+
+_DENOISERS = {
+    "CogVideoX": "cogvideox",
+    "Mochi": "mochi",
+    "SD3": "sd3.5",
+    "Flux": "flux",
+    "OpenSora": "open-sora-plan",
+    "Wan": "cogvideox",
+    "Hunyuan": "cogvideox",
+    "LTX": "cogvideox",
+    "QwenImage": "flux",
+}
+"""How class names begin. Of families without published bounds, those of the nearest kind."""
+
+
+def preset_of(architecture: str) -> str:
+    """The preset to begin with for a model's class, such as FluxTransformer2DModel."""
+    names = [name for start, name in _DENOISERS.items() if architecture.startswith(start)]
+    return names[0] if names else "llama"
+
+
+def check_bounds(l1: float, l2: float | None) -> Bounds:
+    for name, bound in (("l1", l1), ("l2", l2)):
+        if bound is not None and not 0.0 < bound < 1.0:
+            raise ValueError(f"{name} must be a relative error between 0 and 1, got {bound}")
+    if l2 is not None and l2 < l1:
+        raise ValueError(
+            f"l2 bounds both filters together and must be at least l1, got l1={l1}, l2={l2}; "
+            "None leaves the second filter off"
+        )
+    return l1, l2
+
+
+def bounds_of(preset: str) -> Bounds:
+    if preset not in PRESETS:
+        raise ValueError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[preset]
+
 
 STATE_FORMAT = "sparge.tune/1"
 Captures = Mapping[str, Sequence[Capture]]
@@ -100,9 +145,7 @@ def tune(
         layers={name: tuned.get(name, TunedLayer()).settings for name in names},
         bounds=(l1, l2),
         default=recipe,
-        version=__version__,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        machine=f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        **stamp(),
         calibration=calibration,
         **of_trace,
     )

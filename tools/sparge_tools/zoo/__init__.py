@@ -23,7 +23,7 @@ from sparge import Profile
 from sparge.support.cpuinfo import cpuinfo
 
 from ..optional_libraries import need_libraries
-from . import model_files, text_files
+from . import model_files
 from .catalogue import MODELS, TEXTS, ZooModel, ZooText
 from .kinds import KINDS, load_directory
 from .vision.task import Task, ZooModule
@@ -98,7 +98,7 @@ def load(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    with _no_progress_bar():
+    with no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype or best_dtype(),
@@ -161,7 +161,7 @@ def text(name: str = "essays", *, quiet: bool = False) -> str:
     """A long real text: `essays` is downloaded once, `code` is Python's standard library."""
     if name not in TEXTS:
         raise ValueError(f"the zoo has no text {name!r}; it has {', '.join(sorted(TEXTS))}")
-    return text_files.read(TEXTS[name], quiet=quiet)
+    return model_files.read_text(TEXTS[name], quiet=quiet)
 
 
 def _model(name: str) -> ZooModel:
@@ -192,14 +192,15 @@ def _existing(path: str | os.PathLike[str], *, plain: bool) -> Path:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Without the bar of transformers: weights are read in a second."""
+def no_progress_bars(*libraries: Any) -> Iterator[None]:
+    """Without the bars of transformers, and of other libraries by their `logging`."""
     from transformers.utils import logging
 
-    had = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = [each for each in (logging, *libraries) if each.is_progress_bar_enabled()]
+    for each in shown:
+        each.disable_progress_bar()
     try:
         yield
     finally:
-        if had:
-            logging.enable_progress_bar()
+        for each in shown:
+            each.enable_progress_bar()

@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .vision.task import Grid, Task, ZooModule
+from .vision.sam2 import Sam2, Sam2Config
+from .vision.task import Grid, PointToMask, Task, TerrainTask, ZooModule
+from .vision.terrain import Terrain, TerrainConfig
+from .vision.weights import convert_sam2, convert_terrain
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A module without its weights, and what `ZooModule` adds to it."""
-
-    model: nn.Module
-    grids: Callable[[int], Grid | None]
-    task: Task
+Parts = tuple[nn.Module, Callable[[int], Grid | None], Task]
+"""A module without its weights, and what `ZooModule` adds to it: its grids and its task."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ def load_directory(directory: Path, *, dtype: torch.dtype) -> ZooModule:
             f"names no kind of it ({error}); language models are loaded by zoo.load"
         ) from error
     assert kind.build is not None
-    parts = kind.build(sizes)
-    parts.model.load_state_dict(load_file(directory / WEIGHTS))
-    return ZooModule(directory.name, parts.model.eval().to(dtype), parts.grids, parts.task)
+    model, grids, task = kind.build(sizes)
+    model.load_state_dict(load_file(directory / WEIGHTS))
+    return ZooModule(directory.name, model.eval().to(dtype), grids, task)
 
 
 def square_grid(tokens: int) -> Grid | None:
@@ -93,34 +91,22 @@ def _write_module(target: Path, kind: str, weights: Mapping[str, Tensor], sizes:
 
 
 def _convert_terrain(files: Sequence[Path], target: Path) -> None:
-    from .vision.terrain import TerrainConfig
-    from .vision.terrain_weights import convert_terrain
-
     (source,) = files
     _write_module(target, "terrain", convert_terrain(source.read_bytes()), TerrainConfig())
 
 
 def _build_terrain(sizes: Mapping[str, Any]) -> Parts:
-    from .vision.terrain import Terrain, TerrainConfig
-    from .vision.terrain_task import TerrainTask
-
-    return Parts(Terrain(TerrainConfig(**sizes)), square_grid, TerrainTask())
+    return Terrain(TerrainConfig(**sizes)), square_grid, TerrainTask()
 
 
 def _convert_sam2(files: Sequence[Path], target: Path) -> None:
-    from .vision.sam2 import Sam2Config
-    from .vision.sam2_convert import convert_sam2
-
     encoder, decoder = (file.read_bytes() for file in files)
     _write_module(target, "sam2", convert_sam2(encoder, decoder), Sam2Config())
 
 
 def _build_sam2(sizes: Mapping[str, Any]) -> Parts:
-    from .vision.sam2 import Sam2, Sam2Config
-    from .vision.sam2_task import PointToMask
-
     model = Sam2(Sam2Config(**sizes))
-    return Parts(model, model.grid_of, PointToMask())
+    return model, model.grid_of, PointToMask()
 
 
 KINDS = {

