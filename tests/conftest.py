@@ -28,7 +28,7 @@ from sparge.routing import (
     register_backend,
     use_router,
 )
-from sparge.values.host import Host
+from sparge.values.backend import Host
 
 if INTERPRETED:
     import interpreter

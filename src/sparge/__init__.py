@@ -14,12 +14,12 @@ from .routing import Backend, Choice, register_backend
 from .support.errors import Unsupported
 from .values.backend import FixedCost
 from .values.blockplan import BlockPlan
-from .values.geometry import BLOCK_K, BLOCK_Q
+from .values.call import BLOCK_K, BLOCK_Q
 from .values.profile import Profile
-from .values.qtensor import QTensor
 from .values.recipe import DEFAULT, VISION, KeepAll, KeepError, KeepFraction, KeepMass, Recipe
 from .values.run import Run
 from .values.schedule import Schedule
+from .values.stages import QTensor
 
 __version__ = "0.1.0"
 

@@ -25,7 +25,7 @@ from .values.blockplan import (
     mask_from_lists,
     plan_from_mask,
 )
-from .values.geometry import BLOCK_K, BLOCK_Q
+from .values.call import BLOCK_K, BLOCK_Q
 from .values.tokenmask import MIXED, OPEN, TokenMask
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import sparge
 from calls import KERNEL_TOLERANCE, QUANTIZATION_TOLERANCE, limit, operands_of
 from oracle import clustered_qkv, dense, make_qkv, relative_l1
 from sparge import BlockPlan, KeepAll, KeepMass, Recipe
-from sparge.values.geometry import diagonal_offset
+from sparge.values.call import diagonal_offset
 from sparge.values.tokenmask import TokenMask
 
 PRECISIONS = ["int8", "int8-fast", "half", "exact"]

@@ -24,9 +24,8 @@ from sparge import BlockPlan, KeepAll, KeepFraction, KeepMass, Recipe
 from sparge.backends.reference.rotation import rotate
 from sparge.routing import get_backend
 from sparge.values.call import Inputs
-from sparge.values.qtensor import QTensor
 from sparge.values.recipe import POOL_GROUPS
-from sparge.values.stages import prepare
+from sparge.values.stages import QTensor, prepare
 
 PRECISIONS = ["int8", "int8-fast", "half", "exact"]
 

@@ -17,8 +17,7 @@ from sparge.backends.reference import prepare as slow
 from sparge.backends.reference import stages
 from sparge.backends.reference.rotation import rotate
 from sparge.values.blockplan import plan_from_mask
-from sparge.values.qtensor import working
-from sparge.values.stages import Prepared, PreparedKeys, PreparedQueries
+from sparge.values.stages import Prepared, PreparedKeys, PreparedQueries, working
 from sparge.values.tokenmask import TokenMask
 
 

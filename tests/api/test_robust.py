@@ -18,7 +18,7 @@ from calls import tensors
 from oracle import clustered_qkv, make_qkv, same_bits
 from sparge import BlockPlan, KeepAll, KeepMass, Recipe, Unsupported
 from sparge.backends.reference import prepare as slow
-from sparge.engine.stopwatch import Stopwatch
+from sparge.engine.recording import Stopwatch
 from sparge.support.atomic_files import replace_file
 
 scores = import_module("sparge.backends.reference.scores")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import sparge
 from oracle import block_means, make_qkv, similarities
 from sparge.backends.reference.prepare import block_statistics
-from sparge.values.geometry import sampled_rows
+from sparge.values.call import sampled_rows
 
 
 @pytest.mark.rule("0.1")

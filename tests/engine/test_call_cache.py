@@ -21,7 +21,7 @@ def test_a_call_is_checked_once(monkeypatch):
     first = sparge.attention(q, k, v)
     assert answers() == 1
     monkeypatch.setattr(
-        "sparge.engine.call_cache.check_call", lambda *a, **k: pytest.fail("checked again")
+        "sparge.engine.check.check_call", lambda *a, **k: pytest.fail("checked again")
     )
     assert torch.equal(sparge.attention(q.clone(), k, v), first)
 

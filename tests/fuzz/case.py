@@ -16,9 +16,8 @@ from sparge.engine.check import check_call
 from sparge.engine.execute import tokens_of
 from sparge.routing import get_backend
 from sparge.values.call import Inputs
-from sparge.values.qtensor import QTensor, working
 from sparge.values.recipe import heads_of
-from sparge.values.stages import Prepared, prepare
+from sparge.values.stages import Prepared, QTensor, prepare, working
 from sparge.values.tokenmask import OPEN, as_4d
 
 from .draws import Drawn, tensors

@@ -20,9 +20,8 @@ from torch import Tensor
 import sparge
 from sparge import BlockPlan
 from sparge.backends.cpu import library as native
-from sparge.values.call import half_dtype
-from sparge.values.geometry import BLOCK_K, BLOCK_Q, in_blocks
-from sparge.values.qtensor import finite_rows
+from sparge.values.call import BLOCK_K, BLOCK_Q, half_dtype, in_blocks
+from sparge.values.stages import finite_rows
 
 from .case import EPS, PRECISE, Case, WrongError, largest_of, need
 from .draws import Drawn

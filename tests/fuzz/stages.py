@@ -13,10 +13,9 @@ from sparge.backends.cpu import stages as cpu
 from sparge.backends.reference import stages as reference
 from sparge.backends.reference.similarity import untrusted_keys, untrusted_queries
 from sparge.rules.forced_blocks import forced_blocks
-from sparge.values.geometry import BLOCK_K, BLOCK_Q, in_blocks
-from sparge.values.qtensor import Pooled, QTensor, finite_rows
+from sparge.values.call import BLOCK_K, BLOCK_Q, in_blocks
 from sparge.values.recipe import heads_of
-from sparge.values.stages import prepare
+from sparge.values.stages import Pooled, QTensor, finite_rows, prepare
 from sparge.values.tokenmask import EXCLUDED
 
 from .case import EPS, PRECISE, Case, largest_of, need

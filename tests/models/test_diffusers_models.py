@@ -13,7 +13,7 @@ from diffusers import CogView4Transformer2DModel
 import sparge
 from sparge import KeepFraction, Recipe
 from sparge.reorder import inverse_order
-from sparge.values.geometry import BLOCK_K, BLOCK_Q
+from sparge.values.call import BLOCK_K, BLOCK_Q
 from tiny_denoiser_parts import SAME, SPARSE, TEXT, Tiny, assert_same, plans_of, ran_sparse
 from tiny_denoisers import DENOISERS, flux, ltx, sd3, unet, wan, wan_i2v
 

@@ -20,7 +20,7 @@ from sparge.routing.crossover import (
 )
 from sparge.routing.crossover import expected_density as density_of_rows
 from sparge.values.backend import DENSE_LSE, DENSE_WAY, UnitCosts, cost_names
-from sparge.values.geometry import diagonal_offset
+from sparge.values.call import diagonal_offset
 from sparge.values.tokenmask import EXCLUDED, TokenMask
 
 

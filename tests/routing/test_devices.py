@@ -15,8 +15,7 @@ from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe
 from sparge.backends.cpu import library
 from sparge.backends.triton.architectures import architecture_of
 from sparge.routing import choose, current_router, get_backend
-from sparge.values.backend import Estimate, FixedCost
-from sparge.values.host import host
+from sparge.values.backend import Estimate, FixedCost, host
 from sparge.values.stages import Attended, PreparedKeys, PreparedQueries
 
 
@@ -156,7 +155,7 @@ def test_a_host_knows_the_device_it_is_asked_for(monkeypatch):
     class Properties:
         name, major, minor = "Some GPU", 9, 0
 
-    monkeypatch.setattr("sparge.values.host._hosts", {})
+    monkeypatch.setattr("sparge.values.backend._hosts", {})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     found = host("cuda")
     assert (found.device("cuda").name, found.device("cuda").capability) == ("Some GPU", "sm_90")

@@ -34,7 +34,7 @@ def pretend(monkeypatch, *cards):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards[device])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cards[device].name)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("sparge.values.host._hosts", {})
+    monkeypatch.setattr("sparge.values.backend._hosts", {})
 
 
 def compared(call, router=None):

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from sparge.routing import get_backend, register_backend
-from sparge.values.backend import Backend, FixedCost
-from sparge.values.host import host
+from sparge.values.backend import Backend, FixedCost, host
 from sparge.values.stages import Stages
 
 NAME = "triton-gpu"

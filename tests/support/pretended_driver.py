@@ -187,7 +187,7 @@ def card_here(card: Card, traffic: Traffic, *, count: int = 1) -> Iterator[None]
     allow_cuda_devices()
     with (
         mock.patch.object(triton.runtime.driver, "_active", PretendedDriver(card, traffic)),
-        mock.patch("sparge.values.host._hosts", {}),
+        mock.patch("sparge.values.backend._hosts", {}),
         use_router(Router(backends(), costs={"cpu": FIXED})),  # as if nothing had run here
         torch_sees(card, traffic, count=count),
     ):

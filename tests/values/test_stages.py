@@ -13,8 +13,7 @@ from sparge import KeepFraction, Recipe
 from sparge.routing import get_backend
 from sparge.values.backend import with_kinds
 from sparge.values.call import Inputs
-from sparge.values.qtensor import QTensor
-from sparge.values.stages import Prepared, prepare
+from sparge.values.stages import Prepared, QTensor, prepare
 from sparge.values.tokenmask import TokenMask
 
 RECIPES = {

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..engine.check import check_call
 from ..support.autocast import without_autocast
-from ..values.call import work_dtype
-from ..values.geometry import slices_of
+from ..values.call import slices_of, work_dtype
 from ..values.tokenmask import TokenMask, as_4d
 
 ROWS = 64

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.dense import attend_dense
-from ..engine.call_cache import check_and_choose
-from ..engine.check import check_call, check_plan
+from ..engine.check import check_and_choose, check_call, check_plan
 from ..engine.execute import run_attend, run_attention, run_plan, tokens_of
 from ..engine.ops import facts_of, plan_of_tensors
 from ..engine.recording import note

@@ -13,19 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..support.autocast import without_autocast
-from ..values.call import Call, work_dtype
-from ..values.geometry import slices_of
-from ..values.host import Host
+from ..values.call import slices_of, work_dtype
 from ..values.tokenmask import TokenMask
 
 # Scores held at once where we compute them ourselves: 16M fp32 numbers are 64 MB.
 _SCORES = 1 << 24
-
-
-def dense_refusal(host: Host, call: Call) -> str | None:
-    if call.has_block_mask:
-        return "a block mask asks for exactly its blocks, and dense attention computes them all"
-    return None
 
 
 def attend_dense(

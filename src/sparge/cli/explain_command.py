@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..engine.check import check_call
 from ..routing import AUTO, choose
-from ..values.geometry import CAUSAL_ALIGNS
+from ..values.call import CAUSAL_ALIGNS
 from ..values.recipe import DEFAULT
 from . import OK, arguments
 from .arguments import add_json, add_recipe, whole, wholes

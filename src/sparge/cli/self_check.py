@@ -21,7 +21,7 @@ from ..routing import AUTO, DENSE, backends
 from ..support.errors import Unsupported
 from ..synthetic import structured_qkv
 from ..values.blockplan import BlockPlan
-from ..values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
+from ..values.call import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 from ..values.recipe import DEFAULT, KeepAll, KeepFraction, Recipe
 from ..values.tokenmask import OPEN, TokenMask
 

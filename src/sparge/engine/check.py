@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Hashable
 from itertools import pairwise
 from typing import Any
 
@@ -15,16 +16,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..routing import Choice, current_router
 from ..support.autocast import forward_ad_level
 from ..values.backend import AUTO, DENSE
 from ..values.blockplan import BlockPlan
-from ..values.call import Call
-from ..values.geometry import (
+from ..values.call import (
     BLOCK_K,
     BLOCK_Q,
     CAUSAL_ALIGNS,
     MAX_HEAD_DIM,
     MAX_OFFSET,
+    Call,
+    Inputs,
     diagonal_offset,
     n_blocks,
 )
@@ -399,3 +402,38 @@ def _boundaries(name: str, cu_seqlens: Tensor, total: int, of: str) -> list[int]
 
 def _shapes(tensors: dict[str, Tensor]) -> str:
     return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+
+
+def check_and_choose(inputs: Inputs, *, backend: str, **plain: Any) -> tuple[Call, Choice]:
+    """`check_call`, then the router's choice; or what they said of the same call before."""
+    router = current_router()
+
+    def make() -> tuple[Call, Choice]:
+        call = check_call(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            attn_mask=inputs.attn_mask,
+            block_mask=inputs.block_mask,
+            backend=backend,
+            **plain,
+        )
+        return call, router.choose(call, backend)
+
+    key = _key_of(inputs, (backend, *plain.values()))
+    return make() if key is None else router.answer(key, make)
+
+
+def _key_of(inputs: Inputs, arguments: tuple[Any, ...]) -> Hashable | None:
+    """What the answer depends on besides the router's facts, or None where it cannot be kept."""
+    if torch.compiler.is_compiling() or forward_ad_level() >= 0:
+        return None
+    if not all([x is None or (type(x) is Tensor and x.layout == torch.strided) for x in inputs]):  # noqa: C419 - faster
+        return None
+    return (
+        *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in inputs],
+        torch.is_grad_enabled(),
+        # 1 and True are equal, yet one of them is refused.
+        *arguments,
+        *map(type, arguments),
+    )

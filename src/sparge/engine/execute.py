@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,17 +16,13 @@ from ..backends.dense import attend_dense
 from ..routing import Backend, Choice, choose, current_router, get_backend, host
 from ..support.autocast import without_autocast
 from ..support.later import Later
-from ..values.backend import DENSE, torch_capability, with_kinds
+from ..values.backend import DENSE, torch_capability
 from ..values.blockplan import BlockPlan, plan_from_mask
-from ..values.call import Call, Inputs
-from ..values.geometry import allowed_blocks
+from ..values.call import Call, Inputs, allowed_blocks
 from ..values.run import Run
-from ..values.stages import Attended, Prepared, prepare
+from ..values.stages import Attended, Prepared, Stages, prepare, raised_key_heads
 from ..values.tokenmask import EXCLUDED, TokenMask
-from .attend_heads import attend_heads
-from .counted import count_blocks, numbers_of
-from .recording import note
-from .stopwatch import Stopwatch
+from .recording import Stopwatch, count_blocks, note, numbers_of
 
 Counted = dict[str, Tensor]
 
@@ -219,3 +216,62 @@ def without_grad_and_autocast(device: str) -> Iterator[None]:
     """Stages compute without autograd, and autocast must not touch the integers in their sums."""
     with torch.no_grad(), without_autocast(device):
         yield
+
+
+def attend_heads(
+    stages: Stages, call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask
+) -> Attended:
+    """`Stages.attend`, with raised heads in `call.own_precision`."""
+    raised = raised_key_heads(plan, call.Hk) if call.recipe.quantized else [False]
+    if not any(raised):
+        return stages.attend(call, prepared, plan, tokens)
+    parts = []
+    for is_raised, run in groupby(range(call.Hk), key=raised.__getitem__):
+        heads = list(run)
+        own = HeadRange(heads[0], heads[-1] + 1, call.Hq // call.Hk)
+        recipe = call.recipe.heads(own.queries.start, own.queries.stop)
+        if is_raised:
+            recipe = replace(recipe, precision=call.own_precision)
+        Hq = own.queries.stop - own.queries.start
+        part = replace(call, Hq=Hq, Hk=len(heads), recipe=recipe)
+        if is_raised:
+            its = prepare(stages, part, own.inputs(prepared), to_plan=False, to_attend=True)
+        else:
+            its = prepared.heads(own.keys, own.queries)
+        parts.append(stages.attend(part, its, own.plan(plan), tokens.heads(own.queries)))
+    return Attended(
+        torch.cat([part.out for part in parts], 1),
+        torch.cat([part.lse for part in parts], 1),
+        torch.cat([part.pv_skips for part in parts], 1),
+    )
+
+
+class HeadRange:
+    """Key heads `start … stop-1` and their query heads, cut out of what a stage reads."""
+
+    def __init__(self, start: int, stop: int, group: int) -> None:
+        self.keys, self.queries = slice(start, stop), slice(start * group, stop * group)
+
+    def inputs(self, prepared: Prepared) -> Inputs:
+        """The caller's own tensors."""
+        query, key, value = prepared.queries.own, prepared.keys.own_key, prepared.keys.own_value
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        return Inputs(query[:, self.queries], key[:, self.keys], value[:, self.keys])
+
+    def plan(self, plan: BlockPlan) -> BlockPlan:
+        def cut(x: Tensor) -> Tensor:
+            return x[:, self.queries].contiguous()
+
+        counts, indices, allowed = cut(plan.counts), cut(plan.indices), cut(plan.allowed)
+        lists = replace(plan, counts=counts, indices=indices, allowed=allowed, measured=None)
+        return lists.trust()
+
+
+def with_kinds(backend: Backend, tokens: TokenMask) -> TokenMask:
+    """The same with the kinds of its blocks, where they follow from a caller's mask and the backend
+    computes them once for all stages."""
+    if tokens.attn_mask is None or backend.block_kinds is None:
+        return tokens
+    return replace(tokens, kinds=backend.block_kinds(tokens))

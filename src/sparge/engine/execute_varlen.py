@@ -17,7 +17,6 @@ from ..values.call import Call, Inputs, work_dtype
 from ..values.recipe import Recipe
 from ..values.run import Run, when_read
 from ..values.stages import AttendedPack, ChosenSequences, PackedStages
-from .counted import count_blocks
 from .execute import (
     Outcome,
     run_attention,
@@ -26,8 +25,7 @@ from .execute import (
     tokens_of,
     without_grad_and_autocast,
 )
-from .recording import recording
-from .stopwatch import Stopwatch
+from .recording import Stopwatch, count_blocks, recording
 
 
 def run_varlen(

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..api.attention import attention
 from ..routing import DENSE
-from ..values.geometry import MAX_HEAD_DIM
+from ..values.call import MAX_HEAD_DIM
 from ..values.recipe import Recipe
 from .clock import known_recipes
 from .site import Site

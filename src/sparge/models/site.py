@@ -23,7 +23,7 @@ from ..api.varlen import attend_packed
 from ..engine.execute_varlen import sequence
 from ..engine.recording import GRAPH_LISTENERS
 from ..routing import AUTO, DENSE, backends
-from ..values.geometry import allowed_blocks as blocks_of_head
+from ..values.call import allowed_blocks as blocks_of_head
 from ..values.recipe import Recipe
 from ..values.run import Run
 from ..values.schedule import Context

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from ..values.backend import Backend
-from ..values.call import Call
-from ..values.geometry import BLOCK_Q, sampled_rows
-from ..values.qtensor import QTensor
-from ..values.stages import KeySums, Prepared, PreparedKeys, PreparedQueries
+from ..values.call import BLOCK_Q, Call, sampled_rows
+from ..values.stages import KeySums, Prepared, PreparedKeys, PreparedQueries, QTensor
 from ..values.tokenmask import TokenMask
 from .exchange import Exchange, Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
 from .layout import Held, Layout, pieces_of, place_rows, places

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..values.call import Call
-from ..values.geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ..values.call import BLOCK_K, BLOCK_Q, Call, n_blocks
 from .exchange import Exchange, Spec, from_bytes, size_of, to_bytes
 
 LAYOUTS = ("contiguous", "zigzag")

@@ -29,8 +29,7 @@ from ..routing.choice import keep_everything
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO, DENSE, Backend
 from ..values.blockplan import BlockPlan, plan_from_mask
-from ..values.call import Call
-from ..values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset
+from ..values.call import BLOCK_K, BLOCK_Q, Call, diagonal_offset
 from ..values.recipe import Recipe
 from ..values.run import RingReport, RingShare, Run
 from .exchange import Exchange, agree

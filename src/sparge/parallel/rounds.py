@@ -17,13 +17,21 @@ import torch
 from torch import Tensor
 
 from ..api.merge import merge
-from ..engine.attend_heads import attend_heads
+from ..engine.execute import attend_heads
 from ..values.backend import Backend
 from ..values.blockplan import BlockPlan, plan_from_mask, raised_heads
-from ..values.call import Call, half_dtype, work_dtype
-from ..values.geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ..values.qtensor import Pooled, QTensor, finite_rows, group_means, working
-from ..values.stages import Prepared, PreparedKeys, PreparedQueries, Stages
+from ..values.call import BLOCK_K, BLOCK_Q, Call, half_dtype, n_blocks, work_dtype
+from ..values.stages import (
+    Pooled,
+    Prepared,
+    PreparedKeys,
+    PreparedQueries,
+    QTensor,
+    Stages,
+    finite_rows,
+    group_means,
+    working,
+)
 from ..values.tokenmask import TokenMask
 from .exchange import Exchange, Pending, Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
 from .global_plan import GlobalPlan

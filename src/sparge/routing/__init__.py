@@ -1,7 +1,6 @@
 """Which backend serves a call, and why none of the others."""
 
-from ..values.backend import AUTO, CPU, DENSE, ENV_BACKEND, Backend
-from ..values.host import host
+from ..values.backend import AUTO, CPU, DENSE, ENV_BACKEND, Backend, host
 from .choice import Choice
 from .router import (
     Router,

@@ -34,12 +34,11 @@ from ..values.backend import (
     Place,
     Rates,
     UnitCosts,
+    host,
     name_of,
 )
 from ..values.blockplan import BlockPlan
-from ..values.call import Call, Inputs
-from ..values.geometry import BLOCK_Q
-from ..values.host import host
+from ..values.call import BLOCK_Q, Call, Inputs
 from ..values.recipe import PRECISIONS, KeepFraction, Recipe
 from ..values.stages import Prepared, prepare
 from ..values.tokenmask import TokenMask

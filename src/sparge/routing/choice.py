@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..support.errors import Unsupported
-from ..values.backend import AUTO, DENSE, ENV_BACKEND, Backend, Estimate, FixedCost, Rates
-from ..values.call import Call
-from ..values.geometry import BLOCK_Q
+from ..values.backend import AUTO, DENSE, ENV_BACKEND, Backend, Estimate, FixedCost, Host, Rates
+from ..values.call import BLOCK_Q, Call
 from ..values.recipe import KeepAll, Recipe
 from .crossover import CLEARLY, Crossover, expected_density
 
@@ -286,3 +285,9 @@ def choose_dense_pack(
 def keep_everything(call: Call) -> Call:
     """The call as dense attention computes it: every block, in the caller's own precision."""
     return replace(call, recipe=Recipe(KeepAll(), precision=call.own_precision))
+
+
+def dense_refusal(host: Host, call: Call) -> str | None:
+    if call.has_block_mask:
+        return "a block mask asks for exactly its blocks, and dense attention computes them all"
+    return None

@@ -29,8 +29,7 @@ from ..values.backend import (
     name_of,
 )
 from ..values.blockplan import BlockPlan
-from ..values.call import Call
-from ..values.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from ..values.call import BLOCK_K, BLOCK_Q, ROW_GROUP, Call
 from ..values.recipe import KeepAll, KeepError, KeepFraction, Recipe, heads_of
 from ..values.stages import raised_key_heads
 

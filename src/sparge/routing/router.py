@@ -20,15 +20,12 @@ from typing import TypeVar
 import torch
 
 from ..backends.cpu import CPU_BACKEND
-from ..backends.dense import dense_refusal
 from ..backends.reference import REFERENCE
 from ..backends.triton import TRITON_BACKEND
 from ..support.accelerator import capturing
-from ..values.backend import AUTO, DENSE, ENV_BACKEND, Backend, Place, Rates
+from ..values.backend import AUTO, DENSE, ENV_BACKEND, Backend, Place, Rates, host
 from ..values.blockplan import BlockPlan
-from ..values.call import Call
-from ..values.geometry import diagonal_offset
-from ..values.host import host
+from ..values.call import Call, diagonal_offset
 from ..values.recipe import KeepAll
 from . import cost_file
 from .calibration import measure, measure_apart
@@ -43,6 +40,7 @@ from .choice import (
     choose_dense_pack,
     compare_with_dense,
     decide_without_numbers,
+    dense_refusal,
     density_of,
     is_long,
     keep_everything,

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..support.device_constants import constant
 from ..support.ordered_sums import fold_sum
-from ..values.geometry import BLOCK_Q, n_blocks, sampled_rows
+from ..values.call import BLOCK_Q, n_blocks, sampled_rows
 from ..values.recipe import KeepError, heads_of
 
 MISSING = (

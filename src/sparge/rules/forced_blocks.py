@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..values.geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ..values.call import BLOCK_K, BLOCK_Q, n_blocks
 from ..values.recipe import Recipe
 from ..values.tokenmask import TokenMask
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..support.atomic_files import replace_file
 from ..support.block_picture import draw_blocks
 from ..support.json_text import parse_json
-from .geometry import (
+from .call import (
     BLOCK_K,
     BLOCK_Q,
     CAUSAL_ALIGNS,

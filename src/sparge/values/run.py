@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..support.later import Later
-from .geometry import ROW_GROUP
+from .call import ROW_GROUP
 from .recipe import Recipe
 
 _BY_HEAD = tuple(f"{name}_by_head" for name in ("kept", "allowed", "pv_skips"))

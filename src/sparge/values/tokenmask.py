@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .geometry import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks
+from .call import BLOCK_K, BLOCK_Q, block_range, in_blocks, n_blocks
 
 EXCLUDED, MIXED, OPEN = 0, 1, 2
 

@@ -10,7 +10,7 @@ import torch
 from sparge import KeepError, Recipe
 from sparge.backends.cpu import library as native
 from sparge.backends.cpu import select as cpu
-from sparge.backends.cpu.op_arguments import scored_parts, token_parts
+from sparge.backends.cpu.library import scored_parts, token_parts
 from sparge.backends.reference import budget_rows
 from sparge.backends.reference.select import first_steps
 from sparge.engine.check import check_call

@@ -20,8 +20,7 @@ from sparge import KeepFraction, Recipe
 from sparge.backends.reference import REFERENCE
 from sparge.routing import register_backend, unregister_backend
 from sparge.values.call import Inputs
-from sparge.values.qtensor import QTensor
-from sparge.values.stages import Saved, prepare
+from sparge.values.stages import QTensor, Saved, prepare
 from sparge.values.tokenmask import TokenMask
 
 TESTS = Path(__file__).parents[2]

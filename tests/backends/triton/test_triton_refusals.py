@@ -16,7 +16,7 @@ from sparge.backends.triton import architectures
 from sparge.backends.triton.architectures import why_too_large, why_too_many
 from sparge.backends.triton.packages import Installation
 from sparge.routing import choose
-from sparge.values.host import Device, Host
+from sparge.values.backend import Device, Host
 from static_runs import needs_triton
 
 triton_backend = importlib.import_module("sparge.backends.triton")

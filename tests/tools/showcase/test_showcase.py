@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import sparge
 from sparge import KeepAll, KeepMass, Recipe
 from sparge.backends.cpu import library as native
-from sparge.values.geometry import BLOCK_K, BLOCK_Q
+from sparge.values.call import BLOCK_K, BLOCK_Q
 from sparge_tools.showcase import measure
 from sparge_tools.showcase.measure import (
     ANSWER_TOKENS,

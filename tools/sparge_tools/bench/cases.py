@@ -14,7 +14,7 @@ from sparge.api.accuracy import spread_rows
 from sparge.cli.self_check import Truth, relative_l1
 from sparge.support.turns import no_garbage_collection, take_turns, threads
 from sparge.synthetic import structured_qkv
-from sparge.values.geometry import block_sizes, in_blocks
+from sparge.values.call import block_sizes, in_blocks
 
 from .contender import DTYPES, SDPA, SPARSE, CompiledFlex, Contender, Entry, Inputs
 

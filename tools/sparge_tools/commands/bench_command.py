@@ -27,7 +27,7 @@ from sparge.cli.self_check import check_backends, check_sparse
 from sparge.reorder import check_order
 from sparge.routing import backends
 from sparge.synthetic import MIN_HEAD_DIM
-from sparge.values.geometry import MAX_HEAD_DIM
+from sparge.values.call import MAX_HEAD_DIM
 
 from ..bench.bench_table import bench_table, vision_table
 from ..bench.cases import Case, add_shares_of_peak, measure_cases

@@ -30,7 +30,7 @@ from sparge import (
 from sparge.api.accuracy import exact_weights
 from sparge.models.handle import Handle
 from sparge.support.turns import no_garbage_collection, take_turns
-from sparge.values.geometry import diagonal_offset, in_blocks
+from sparge.values.call import diagonal_offset, in_blocks
 from sparge.values.tokenmask import TokenMask
 
 from .. import zoo

@@ -95,7 +95,7 @@ def assumed(target: str) -> Iterator[None]:
 def launches_of(variant: Variant, target: str) -> dict[str, list[Launch]]:
     """The launches of one call by stage; nothing is run."""
     from sparge.backends.triton import TRITON_BACKEND, stages
-    from sparge.values.backend import with_kinds
+    from sparge.engine.execute import with_kinds
     from sparge.values.stages import Prepared
 
     inputs = variant.inputs()

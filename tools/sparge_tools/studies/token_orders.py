@@ -29,7 +29,7 @@ from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
 from sparge.reorder import check_grid, check_order, reorder_tokens, restore_tokens
 from sparge.routing import DENSE
-from sparge.values.geometry import in_blocks
+from sparge.values.call import in_blocks
 from sparge.values.tokenmask import TokenMask
 
 from .. import zoo

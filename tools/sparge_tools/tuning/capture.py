@@ -22,8 +22,15 @@ from sparge.engine.check import check_call
 from sparge.routing import AUTO, choose, get_backend
 from sparge.support.autocast import without_autocast
 from sparge.support.cpuinfo import cpu_name
-from sparge.values.call import Call, Inputs, work_dtype
-from sparge.values.geometry import block_range, diagonal_offset, n_blocks, sampled_rows
+from sparge.values.call import (
+    Call,
+    Inputs,
+    block_range,
+    diagonal_offset,
+    n_blocks,
+    sampled_rows,
+    work_dtype,
+)
 from sparge.values.stages import Prepared, prepare
 from sparge.values.tokenmask import TokenMask, as_4d
 

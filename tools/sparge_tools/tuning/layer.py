@@ -28,9 +28,9 @@ from torch import Tensor
 from sparge import BLOCK_K, BLOCK_Q, DEFAULT, Backend, KeepMass, QTensor, Recipe
 from sparge.routing import AUTO
 from sparge.rules.forced_blocks import forced_blocks
-from sparge.values.geometry import ROW_GROUP, in_blocks, n_blocks, sampled_rows
+from sparge.values.call import ROW_GROUP, in_blocks, n_blocks, sampled_rows
 from sparge.values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings
-from sparge.values.qtensor import working
+from sparge.values.stages import working
 from sparge.values.tokenmask import EXCLUDED
 
 from .capture import (

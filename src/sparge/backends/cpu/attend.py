@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ...values.blockplan import BlockPlan
 from ...values.call import Call
-from ...values.qtensor import working
 from ...values.recipe import PRECISIONS, heads_of
-from ...values.stages import Attended, Gradients, Prepared, Saved
+from ...values.stages import Attended, Gradients, Prepared, Saved, working
 from ...values.tokenmask import TokenMask
 from . import library
-from .op_arguments import parts_of, pooled_parts, scored_parts, token_parts
+from .library import parts_of, pooled_parts, scored_parts, token_parts
 
 
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:

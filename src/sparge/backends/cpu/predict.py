@@ -10,7 +10,7 @@ from ...values.recipe import PRECISIONS, PREDICTORS
 from ...values.stages import Prepared
 from ...values.tokenmask import TokenMask
 from . import library
-from .op_arguments import min_similarity, scored_parts, token_parts
+from .library import min_similarity, scored_parts, token_parts
 
 
 def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:

@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...values.call import Call
-from ...values.geometry import BLOCK_K, BLOCK_Q, n_blocks
-from ...values.qtensor import Pooled, QTensor
+from ...values.call import BLOCK_K, BLOCK_Q, Call, n_blocks
 from ...values.recipe import QUANTIZED
-from ...values.stages import PreparedKeys, PreparedQueries
+from ...values.stages import Pooled, PreparedKeys, PreparedQueries, QTensor
 from . import library
 
 

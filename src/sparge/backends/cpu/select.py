@@ -12,12 +12,11 @@ from ...rules import error_budget as budget
 from ...rules.forced_blocks import forced_blocks
 from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import Call
-from ...values.qtensor import Pooled, QTensor
 from ...values.recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, heads_of
-from ...values.stages import Prepared
+from ...values.stages import Pooled, Prepared, QTensor
 from ...values.tokenmask import TokenMask
 from . import library
-from .op_arguments import min_similarity, parts_of, scored_parts, token_parts
+from .library import min_similarity, parts_of, scored_parts, token_parts
 
 ALL, MASS, FRACTION = 0, 1, 2
 SMALL = 2**14

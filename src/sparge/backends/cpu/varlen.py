@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from ...values.blockplan import BlockPlan, plan_from_lists
-from ...values.call import Call, Inputs
-from ...values.geometry import BLOCK_K, BLOCK_Q
+from ...values.call import BLOCK_K, BLOCK_Q, Call, Inputs
 from ...values.recipe import PRECISIONS, PREDICTORS, QUANTIZED, KeepError
 from ...values.stages import AttendedPack, ChosenSequences
 from ...values.tokenmask import TokenMask
 from . import library
 from .attend import pv_skip_of
-from .op_arguments import min_similarity
+from .library import min_similarity
 from .prepare import Wanted, finite, results_wanted
 from .select import amount_of
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ...values.backend import Backend, FixedCost
-from ...values.call import Call
-from ...values.host import Host
+from ...values.backend import Backend, FixedCost, without_float64
 from ...values.stages import Stages
 
 
@@ -14,17 +12,11 @@ def _stages() -> Stages:
     return stages
 
 
-def _refusal(host: Host, call: Call) -> str | None:
-    if call.device == "mps":
-        return "it sums mass in float64, which mps does not have; move the tensors to the cpu"
-    return None
-
-
 REFERENCE = Backend(
     "reference",
     "plain PyTorch on any device with float64; defines what the others compute",
     _stages,
-    _refusal,
+    without_float64,
     FixedCost(False, "it is written to be read; dense attention is faster at every shape"),
     plain_operands=True,
 )

@@ -31,11 +31,29 @@ from torch import Tensor
 
 from ...support.ordered_sums import LN2, LOG2E, dot, exp2, fold_sum, shift_of
 from ...values.blockplan import BlockPlan
-from ...values.call import Call, half_dtype, work_dtype
-from ...values.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, block_sizes, in_blocks
-from ...values.qtensor import Pooled, QTensor, finite_rows, working
+from ...values.call import (
+    BLOCK_K,
+    BLOCK_Q,
+    ROW_GROUP,
+    Call,
+    block_range,
+    block_sizes,
+    half_dtype,
+    in_blocks,
+    work_dtype,
+)
 from ...values.recipe import heads_of
-from ...values.stages import Attended, Gradients, Prepared, PreparedKeys, Saved
+from ...values.stages import (
+    Attended,
+    Gradients,
+    Pooled,
+    Prepared,
+    PreparedKeys,
+    QTensor,
+    Saved,
+    finite_rows,
+    working,
+)
 from ...values.tokenmask import OPEN, Index, TokenMask
 from .scores import HeadScores
 

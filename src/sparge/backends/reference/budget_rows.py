@@ -16,10 +16,8 @@ from torch import Tensor
 
 from ...rules.error_budget import MEASURED_STEPS, N_STEPS
 from ...support.ordered_sums import LOG2E, exp2, fold_sum, mean_over_rows
-from ...values.call import Call, half_dtype
-from ...values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
-from ...values.qtensor import QTensor, working
-from ...values.stages import Prepared, PreparedKeys, PreparedQueries
+from ...values.call import BLOCK_K, BLOCK_Q, Call, block_sizes, half_dtype, in_blocks
+from ...values.stages import Prepared, PreparedKeys, PreparedQueries, QTensor, working
 from ...values.tokenmask import OPEN, TokenMask
 from .scores import HeadScores
 

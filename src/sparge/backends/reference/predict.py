@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 
 from ...support.ordered_sums import LOG2E, dot, exp2, fold_sum, shift_of
-from ...values.call import Call
-from ...values.geometry import (
-    BLOCK_K,
-    BLOCK_Q,
-    block_range,
-    block_sizes,
-    in_blocks,
-    sampled_rows,
-)
+from ...values.call import BLOCK_K, BLOCK_Q, Call, block_range, block_sizes, in_blocks, sampled_rows
 from ...values.stages import Prepared
 from ...values.tokenmask import EXCLUDED, TokenMask
 from .scores import HeadScores

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from ...support.ordered_sums import fold_sum, mean_over_rows
-from ...values.call import Call, work_dtype
-from ...values.geometry import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
-from ...values.qtensor import Pooled, QTensor, group_means
+from ...values.call import BLOCK_K, BLOCK_Q, Call, block_sizes, in_blocks, work_dtype
 from ...values.recipe import QUANTIZED
-from ...values.stages import PreparedKeys, PreparedQueries
+from ...values.stages import Pooled, PreparedKeys, PreparedQueries, QTensor, group_means
 from .rotation import rotate
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...support.ordered_sums import LOG2E, dot, exp2, shift_of
-from ...values.geometry import slices_of
-from ...values.qtensor import QTensor, working
+from ...values.call import slices_of
+from ...values.stages import QTensor, working
 from ...values.tokenmask import Index, TokenMask
 
 KEYS_AT_ONCE = 4096

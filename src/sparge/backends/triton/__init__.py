@@ -10,9 +10,8 @@ import os
 import torch
 from torch import Tensor
 
-from ...values.backend import Backend
+from ...values.backend import Backend, Host
 from ...values.call import Call
-from ...values.host import Host
 from ...values.stages import PackedStages, Stages
 from ...values.tokenmask import TokenMask
 from .architectures import INTERPRETER, KINDS, Architecture, architecture_of, why_too_large

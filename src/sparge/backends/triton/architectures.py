@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...values.backend import host
 from ...values.call import Call
-from ...values.host import host
 
 INTERPRETER = "interpreter"
 KINDS = ("cuda", "xpu")

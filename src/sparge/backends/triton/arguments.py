@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...support.device_constants import constant
 from ...values.blockplan import BlockPlan, plan_from_lists
-from ...values.call import Call, half_dtype
-from ...values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
+from ...values.call import BLOCK_K, BLOCK_Q, Call, diagonal_offset, half_dtype, n_blocks
 from ...values.recipe import PerHeadOrOff, heads_of
 from ...values.tokenmask import OPEN, TokenMask
 from . import select_kernel

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ...values.blockplan import BlockPlan
-from ...values.call import Call
-from ...values.geometry import BLOCK_Q
+from ...values.call import BLOCK_Q, Call
 from ...values.stages import Attended, Prepared, PreparedKeys, PreparedQueries
 from ...values.tokenmask import TokenMask
 from . import attend_kernel

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from ...values.blockplan import BlockPlan
-from ...values.call import Call
-from ...values.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, block_range, in_blocks
-from ...values.qtensor import working
+from ...values.call import BLOCK_K, BLOCK_Q, ROW_GROUP, Call, block_range, in_blocks
 from ...values.recipe import heads_of
-from ...values.stages import Gradients, Saved
+from ...values.stages import Gradients, Saved, working
 from ...values.tokenmask import TokenMask
 
 

@@ -12,9 +12,8 @@ from ...rules import error_budget as budget
 from ...support.device_constants import constant
 from ...values.blockplan import BlockPlan
 from ...values.call import Call
-from ...values.qtensor import QTensor
 from ...values.recipe import KeepError, Recipe
-from ...values.stages import Prepared, PreparedKeys, PreparedQueries
+from ...values.stages import Prepared, PreparedKeys, PreparedQueries, QTensor
 from ...values.tokenmask import TokenMask
 from . import budget_kernel
 from .arguments import (

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...values.call import Call
-from ...values.geometry import BLOCK_K, BLOCK_Q
-from ...values.qtensor import Pooled, QTensor
-from ...values.stages import Prepared, PreparedKeys, PreparedQueries
+from ...values.call import BLOCK_K, BLOCK_Q, Call
+from ...values.stages import Pooled, Prepared, PreparedKeys, PreparedQueries, QTensor
 from . import prepare_kernel
 from .arguments import (
     NOT_PACKED,

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...support.errors import Unsupported
 from ...values.blockplan import BlockPlan, plan_from_lists
-from ...values.call import Call, Inputs
-from ...values.geometry import BLOCK_K, BLOCK_Q, diagonal_offset, n_blocks
+from ...values.call import BLOCK_K, BLOCK_Q, Call, Inputs, diagonal_offset, n_blocks
 from ...values.recipe import KeepError
 from ...values.stages import Attended, AttendedPack, ChosenSequences, Prepared
 from ...values.tokenmask import TokenMask

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...api.attention import attention
 from ...engine.recording import record
-from ...values.geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ...values.call import BLOCK_K, BLOCK_Q, n_blocks
 from ...values.recipe import Recipe
 from ._recipes import Threshold, check_flag, precision_of, pv_recipe, recipe_of, refuse
 

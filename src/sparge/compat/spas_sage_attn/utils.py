@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...api.attention import make_plan
-from ...values.geometry import BLOCK_K, BLOCK_Q
+from ...values.call import BLOCK_K, BLOCK_Q
 from ._recipes import Threshold, numbers_of, recipe_of, refuse
 
 

@@ -22,8 +22,7 @@ from ...values.blockplan import BlockPlan, plan_from_mask
 from ...values.call import Call, Inputs, work_dtype
 from ...values.recipe import KeepAll, Recipe, recipe_from_json, recipe_with_protected
 from ...values.stages import Saved
-from ..call_cache import check_and_choose
-from ..check import check_boundaries, check_call, check_plan, check_varlen
+from ..check import check_and_choose, check_boundaries, check_call, check_plan, check_varlen
 from ..execute import run_attend, run_attention, run_plan, tokens_of, without_grad_and_autocast
 from ..execute_varlen import run_varlen
 from ..recording import GRAPH_LISTENERS, note

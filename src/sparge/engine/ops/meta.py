@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...values.call import work_dtype
-from ...values.geometry import BLOCK_K, BLOCK_Q, n_blocks
+from ...values.call import BLOCK_K, BLOCK_Q, n_blocks, work_dtype
 from ...values.recipe import KeepError, recipe_from_json
 
 

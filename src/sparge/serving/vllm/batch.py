@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ...values.geometry import BLOCK_Q, allowed_blocks
+from ...values.call import BLOCK_Q, allowed_blocks
 
 Gather = Callable[[int, Tensor, Tensor], None]
 """Copies the cached keys and values of request i into `[Lk, Hk, D]` tensors."""

@@ -15,8 +15,7 @@ import torch
 from ...routing import Choice, current_router
 from ...routing.crossover import allowed_pairs
 from ...values.backend import AUTO, CPU, DENSE
-from ...values.call import Call
-from ...values.geometry import BLOCK_Q
+from ...values.call import BLOCK_Q, Call
 from ...values.recipe import Recipe
 from .batch import Request
 
