@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import sparge
+from floors import FLOORS
 from sparge.synthetic import structured_qkv
 
 ROOT = Path(__file__).parent.parent
@@ -96,12 +97,52 @@ def test_pictures_show_the_plans_of_this_code():
         )
 
 
-def hops() -> list[tuple[str, str]]:
-    """The picture of a call in DESIGN.md: functions and their files, from top to bottom."""
+HOP = re.compile(r"^([ ├└│]*)([\w.]+) .*?  ?([\w/]+(?:\.py|/))(?: |$)")
+
+
+def walks():
+    """The pictures of calls in DESIGN.md: of every hop its depth, its function and its file."""
     text = (ROOT / "DESIGN.md").read_text()
-    (picture,) = re.findall(r"## A call, hop by hop\n```\n(.*?)```", text, re.DOTALL)
-    hop = re.compile(r"^[ ├└│]*([\w.]+) .*? ([\w/]+(?:\.py|/)) ")
-    return [hop.match(line).groups() for line in picture.splitlines()]
+    (chapter,) = re.findall(r"## A call, hop by hop\n(.*?)\n## ", text, re.DOTALL)
+    pictures = re.findall(r"```\n(.*?)```", chapter, re.DOTALL)
+    found = [[HOP.match(line).groups() for line in p.splitlines()] for p in pictures]
+    return [[(len(depth), name, file) for depth, name, file in walk] for walk in found]
+
+
+def hops():
+    return [(name, file) for _, name, file in walks()[0]]
+
+
+def test_every_walk_names_files_and_goes_down_the_folders():
+    """A hop lies in the folder of the hop that makes it, or below."""
+    source = Path(sparge.__file__).parent
+    assert len(walks()) == 6
+    for walk in walks():
+        above = []
+        for depth, name, file in walk:
+            place = source / file.replace("NAME", "reference")
+            assert place.exists(), file
+            text = "".join(
+                p.read_text() for p in ([place] if place.is_file() else place.glob("*.py"))
+            )
+            name = name.removeprefix("torch.ops.sparge.")
+            assert re.search(rf"(def|class) {name}\b|\"{name}\"", text), (name, file)
+            while above and above[-1][0] >= depth:
+                above.pop()
+            floor = FLOORS.index(file.removesuffix(".py").split("/")[0])
+            assert not above or floor <= above[-1][1], (name, file)
+            above.append((depth, floor))
+
+
+def test_every_file_that_the_design_names_exists():
+    text = (ROOT / "DESIGN.md").read_text()
+    files = {
+        path.as_posix()
+        for folder in ("src/sparge", "tools", "csrc", "tests", "docs")
+        for path in (ROOT / folder).rglob("*.*")
+    }
+    for name in set(re.findall(r"`([\w/]+\.(?:py|h|cpp|md|txt))`", text)):
+        assert any(file.endswith(f"/{name}") for file in files), name
 
 
 def test_a_call_takes_the_hops_of_the_picture():

@@ -13,30 +13,10 @@ import pytest
 import torch
 
 import sparge
+from floors import FLOORS
 
 SRC = Path(sparge.__file__).parent
 ROOT = Path(__file__).parent.parent
-
-# Every folder and root module is a floor, and imports from floors before it in this list only.
-FLOORS = [
-    "support",
-    "reorder",
-    "values",
-    "rules",
-    "backends",
-    "routing",
-    "engine",
-    "interop",
-    "api",
-    "parallel",
-    "models",
-    "__init__",
-    "synthetic",
-    "serving",
-    "compat",
-    "cli",
-    "__main__",
-]
 
 
 def floor_of(module: tuple[str, ...]) -> str:
