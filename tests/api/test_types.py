@@ -49,3 +49,19 @@ def test_a_mistyped_option_is_seen(tmp_path):
     code, said = mypy(tmp_path, more="sparge.attention(x, x, x, is_casual=True)")
     assert code == 1
     assert "No overload variant" in said
+
+
+def test_the_backends_have_all_of_their_stages(tmp_path):
+    """They are imported by name, at first use."""
+    more = "\n".join(
+        f"import sparge.backends.{name}.stages as {name}\n{name}_stages: Stages = {name}"
+        for name in ("reference", "cpu", "triton")
+    )
+    packed = "\n".join(
+        f"import sparge.backends.{name}.varlen as {name}_packed\n"
+        f"{name}_pack: PackedStages = {name}_packed"
+        for name in ("cpu", "triton")
+    )
+    start = "from sparge.values.stages import PackedStages, Stages\n"
+    code, said = mypy(tmp_path, more=start + more + "\n" + packed)
+    assert code == 0, said

@@ -130,8 +130,8 @@ def test_a_pack_of_triton_is_recorded_without_a_read(monkeypatch):
 
 def test_a_device_that_is_not_the_host_is_chosen_without_the_native_core(add_backend, monkeypatch):
     """Calibrating asked for an instruction set where there is none: IndexError."""
-    monkeypatch.setattr("sparge.backends.cpu.MISSING", "it was not built")
-    monkeypatch.setattr("sparge.backends.cpu.ISAS", ())
+    monkeypatch.setattr("sparge.backends.cpu.library.MISSING", "it was not built")
+    monkeypatch.setattr("sparge.backends.cpu.library.ISAS_HERE", ())
     monkeypatch.setattr(library, "available", lambda: ())
 
     class Provisional(FixedCost):

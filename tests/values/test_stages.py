@@ -10,8 +10,8 @@ import torch
 from calls import call_of
 from oracle import make_qkv
 from sparge import KeepFraction, Recipe
+from sparge.engine.execute import with_kinds
 from sparge.routing import get_backend
-from sparge.values.backend import with_kinds
 from sparge.values.call import Inputs
 from sparge.values.stages import Prepared, QTensor, prepare
 from sparge.values.tokenmask import TokenMask

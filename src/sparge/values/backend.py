@@ -6,6 +6,9 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,6 +195,11 @@ class Rates:
 def torch_capability(host: Host, call: Call) -> str:
     """What torch's own kernels run with."""
     return f"torch {host.device(call.device).capability or call.device}"
+
+
+def when_called(module: str) -> Callable[[], Any]:
+    """A backend's stages, imported at first use."""
+    return partial(import_module, module)
 
 
 def without_float64(host: Host, call: Call) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...values.backend import Host
 from ...values.call import BLOCK_K, BLOCK_Q, Call, n_blocks
 from ...values.recipe import heads_of
-from ...values.stages import Pooled, Prepared, QTensor, Stages
+from ...values.stages import Pooled, Prepared, QTensor
 from ...values.tokenmask import TokenMask
 
 ENV_ISA = "SPARGE_ISA"
@@ -145,9 +145,3 @@ def refusal(host: Host, call: Call) -> str | None:
     if MISSING is None:
         chosen_isa(ISAS_HERE)  # raises if a forced name is not there
     return MISSING
-
-
-def stages() -> Stages:
-    from . import stages as loaded
-
-    return loaded

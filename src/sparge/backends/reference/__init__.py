@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from ...values.backend import Backend, FixedCost, without_float64
-from ...values.stages import Stages
-
-
-def _stages() -> Stages:
-    from . import stages
-
-    return stages
-
+from ...values.backend import Backend, FixedCost, when_called, without_float64
 
 REFERENCE = Backend(
     "reference",
     "plain PyTorch on any device with float64; defines what the others compute",
-    _stages,
+    when_called(f"{__name__}.stages"),
     without_float64,
     FixedCost(False, "it is written to be read; dense attention is faster at every shape"),
     plain_operands=True,

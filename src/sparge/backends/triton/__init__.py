@@ -10,9 +10,8 @@ import os
 import torch
 from torch import Tensor
 
-from ...values.backend import Backend, Host
+from ...values.backend import Backend, Host, when_called
 from ...values.call import Call
-from ...values.stages import PackedStages, Stages
 from ...values.tokenmask import TokenMask
 from .architectures import INTERPRETER, KINDS, Architecture, architecture_of, why_too_large
 from .packages import installation, why_unusable
@@ -20,18 +19,6 @@ from .rates import RATES
 
 NAME = "triton"
 ENV_INTERPRET = "TRITON_INTERPRET"
-
-
-def _stages() -> Stages:
-    from . import stages
-
-    return stages
-
-
-def _packed() -> PackedStages:
-    from . import varlen
-
-    return varlen
 
 
 def why_missing() -> str | None:
@@ -87,13 +74,13 @@ def _architecture_name(host: Host, call: Call) -> str:
 TRITON_BACKEND = Backend(
     NAME,
     "Triton kernels for GPUs",
-    _stages,
+    when_called(f"{__name__}.stages"),
     _refusal,
     RATES,
     isa=_architecture_name,
     raises_heads=True,
     block_kinds=_block_kinds,
-    packed=_packed,
+    packed=when_called(f"{__name__}.varlen"),
 )
 
 __all__ = ["INTERPRETER", "NAME", "TRITON_BACKEND", "interpreting", "why_missing"]
