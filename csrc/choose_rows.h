@@ -1,5 +1,5 @@
 // The rows that an error budget looks at, of one head: plain code, twins of `choose_rows` and
-// `draw_measured` in budget.py, where the rules are.
+// `draw_measured` in rules/error_budget.py, where the rules are.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // The step that each head takes under an error budget: plain code, the twin of `decide` in
-// budget_decision.py; the rules and their numbers are in budget.py.
+// rules/error_budget.py, which has the rules and their numbers.
 #pragma once
 
 #include <algorithm>
@@ -138,7 +138,7 @@ struct Curves {
     return found;
   }
   // The densest step that this budget or any larger one takes: see `_sparsest` in
-  // budget_decision.py.
+  // rules/error_budget.py.
   int64_t densest_of_larger(double budget, bool raised, double above) const {
     const double edge = rules.small_budget;
     int64_t found = step(budget, raised);

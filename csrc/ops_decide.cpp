@@ -1,5 +1,5 @@
 // torch.ops.sparge_cpu.{choose_rows, draw_measured, decide}: the rules of an error budget, in plain
-// code. Their numbers come from budget.py.
+// code. Their numbers come from rules/error_budget.py.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

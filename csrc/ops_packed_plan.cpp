@@ -66,7 +66,7 @@ void packed_predict(const Tensor& query, const Tensor& key, MaybeTensor q_scale,
   });
 }
 
-// Blocks that are kept whatever is predicted, as backends/forced.py says.
+// Blocks that are kept whatever is predicted, as rules/forced_blocks.py says.
 struct Forced {
   int64_t sink_blocks, window;
   const int64_t* protect;  // [n_protected][2] token ranges, sliced like Python

@@ -1,9 +1,9 @@
 // Packed sequences of different lengths, run as one set of tasks. Each sequence has arguments of
 // its own, as if it were alone, so the kernels compute what they compute for it alone.
 //
-// The caller's tensors are [1, H, T, D] of any strides. What one op hands to the next is in the
-// order of the pack: the sequences one after another, each laid out as it is alone, [H, L, …]. Such
-// a tensor is contiguous and has the shape [rows of all sequences, H, …].
+// The caller's tensors are [1, H, T, D] of any strides. Intermediate tensors
+// concatenate the sequences; each slice has the layout of a separate call, [H, L, …]. Such a tensor
+// is contiguous and has the shape [rows of all sequences, H, …].
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""NOUN tuned settings of one model, per layer and head, with the errors and densities measured.
+"""Tuned settings of one model, per layer and head, with the errors and densities measured.
 
 A JSON file that people can read, compare and share. Layers are matched by the exact name of their
 attention module; heads by their index in the whole model, so that a tensor-parallel rank asks for

@@ -1,4 +1,4 @@
-"""NOUN what the user wants: how much to keep, how to predict it, the precision, what is protected.
+"""What the user wants: how much to keep, how to predict it, the precision, what is protected.
 
 A recipe is frozen, compares by value, prints itself, and goes to JSON and back without loss.
 `mass`, `fraction`, `max_error`, `min_similarity` and `pv_skip` are one number for all heads or one

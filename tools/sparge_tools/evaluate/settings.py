@@ -1,4 +1,4 @@
-"""NOUN what to evaluate: checked before any work, and split into cells."""
+"""What to evaluate: checked before any work, and split into cells."""
 
 from __future__ import annotations
 

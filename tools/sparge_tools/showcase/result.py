@@ -1,4 +1,4 @@
-"""NOUN a run of the demo as data: one document, read with dense attention and with sparge."""
+"""A run of the demo as data: one document, read with dense attention and with sparge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NOUN the GPUs that kernels are compiled for: what their compiler is told, and their limits.
+"""The GPUs that kernels are compiled for: what their compiler is told, and their limits.
 
 Every number is from a vendor's document, named beside it; none was measured.
 """

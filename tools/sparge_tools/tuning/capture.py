@@ -1,4 +1,4 @@
-"""NOUN what tuning keeps of one attention call: all keys and values, some query blocks.
+"""What tuning keeps of one attention call: all keys and values, some query blocks.
 
 Query blocks are kept whole, because prediction reads statistics of whole blocks; all keys are
 kept, because smoothing and prediction read them. So a kept block, planned and attended at its own
