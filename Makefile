@@ -18,16 +18,16 @@ SOURCES := pyproject.toml tools/pyproject.toml constraints.txt requirements-buil
 define install
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements-build.txt
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[$(1)]" --editable "./tools[$(2)]"
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[$(1)]" --editable "$(2)"
 	touch $@
 endef
 
 $(VENV)/.done: $(SOURCES)
-	$(call install,dev,)
+	$(call install,dev,./tools)
 
 # The demo waits for what it needs and no more, unless everything is there already.
 $(VENV)/.demo: $(SOURCES)
-	$(call install,cli,demo)
+	$(call install,cli,./tools[demo])
 
 demo: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.demo)
 	$(BIN)/sparge demo
@@ -44,7 +44,7 @@ test: setup
 
 # The site, in site/. Strict: a broken link or reference fails. Nothing is fetched while it builds.
 $(VENV)/.docs: $(SOURCES)
-	$(call install,docs,)
+	$(call install,docs,./tools)
 
 docs: $(if $(wildcard $(VENV)/.done),setup,$(VENV)/.docs)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
