@@ -76,8 +76,7 @@ def test_chunks_change_no_token_of_the_default_recipe(llm, essay):
 def test_a_needle_is_found_with_the_default_recipe(llm, smollm2, depth):
     from transformers import AutoTokenizer
 
-    from sparge_tools.evaluate.needle import make_needle
-    from sparge_tools.evaluate.texts import Text
+    from sparge_tools.evaluate.texts import Text, make_needle
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     words = zoo.text("essays")[:40000]

@@ -114,8 +114,7 @@ def test_two_ranks_take_their_heads_of_a_profile(tiny, tmp_path):
     """Heads of the second rank are sparser in layer 0 and denser in layer 1."""
     from transformers import LlamaForCausalLM
 
-    from sparge.values.fingerprint import fingerprint
-    from sparge.values.profile import HeadSettings, LayerSettings, Profile
+    from sparge.values.profile import HeadSettings, LayerSettings, Profile, fingerprint
 
     options, prompt, _ = tiny
     some, most = (HeadSettings(mass=mass, density=mass) for mass in (0.05, 0.9))
