@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -199,7 +199,7 @@ def torch_capability(host: Host, call: Call) -> str:
 
 def when_called(module: str) -> Callable[[], Any]:
     """A backend's stages, imported at first use."""
-    return partial(import_module, module)
+    return cache(partial(import_module, module))
 
 
 def without_float64(host: Host, call: Call) -> str | None:
