@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/arch/*.h)
+CPP_TESTS := $(wildcard csrc/tests/*.cpp)
 
 # pip reads these for the build environment too, so nothing there escapes the constraints.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -55,7 +56,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/clang-format --dry-run --Werror $(CPP) $(CPP_TESTS)
 	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
 	$(SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
@@ -64,7 +65,7 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CPP)
+	$(BIN)/clang-format -i $(CPP) $(CPP_TESTS)
 
 # The kernel tests over a build with AddressSanitizer and UndefinedBehaviorSanitizer; scripts/sanitize.sh
 # says what it covers, and why there is no ThreadSanitizer.

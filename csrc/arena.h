@@ -2,8 +2,19 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdlib>
+#include <memory>
 
 namespace sparge {
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<char, Free>;
+inline Buffer allocate(size_t bytes) {
+  return Buffer(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64)));
+}
+
 namespace {
 
 // Each array starts on a cache line. Without a buffer the arena only counts bytes.

@@ -84,25 +84,25 @@ struct TokenMask {
 struct StatisticsArgs {
   Rows x;
   int64_t H, L, D;
-  int block;          // rows of a block
-  const float* mean;  // [B, H, D], subtracted from every row; null for queries
-  int8_t* codes;      // [B, H, L, D]
-  float* scale;       // [B, H, L]
-  float* pooled;      // [B, H, n, D]
-  float* similarity;  // [B, H, n]
+  int block;                    // rows of a block
+  const float* mean = nullptr;  // [B, H, D], subtracted from every row; null for queries
+  int8_t* codes = nullptr;      // [B, H, L, D]
+  float* scale = nullptr;       // [B, H, L]
+  float* pooled = nullptr;      // [B, H, n, D]
+  float* similarity = nullptr;  // [B, H, n]
   // Queries: what subtracting the mean key changes in a row's scores, softmax_scale · q · mean.
-  const float* key_mean;  // [B, Hk, D]
-  int64_t group;
-  float softmax_scale;
-  float* lse_shift;  // [B, H, L]
+  const float* key_mean = nullptr;  // [B, Hk, D]
+  int64_t group = 1;
+  float softmax_scale = 1.0f;
+  float* lse_shift = nullptr;  // [B, H, L]
 };
 
 // V in 8 bits: one scale per key block and channel.
 struct ChannelArgs {
   Rows value;
   int64_t H, L, D;
-  int8_t* codes;  // [B, H, L, D]
-  float* scale;   // [B, H, n_k, D]
+  int8_t* codes = nullptr;  // [B, H, L, D]
+  float* scale = nullptr;   // [B, H, n_k, D]
 };
 
 // What exact scores are computed from.
@@ -137,7 +137,8 @@ struct PredictArgs : ScoreArgs {
   int sample_rows;
   const float *q_pooled, *k_pooled;  // [B, Hq, n_q, D], [B, Hk, n_k, D]; null for `rows`
   Similarity similarity;             // only the columns are read
-  float* mass;                       // [B, Hq, n_q, n_k]
+  float* mass;                       // rows [n_k] of the map, [B, Hq, n_q], from `mass_start` on
+  int64_t mass_start;
 };
 
 // The kept blocks of every query block, from the mass map.
@@ -145,7 +146,8 @@ struct SelectArgs {
   Shape shape;
   TokenMask tokens;
   Keep keep;
-  const float* mass;     // [B, Hq, n_q, n_k]; null for Keep::all
+  const float* mass;  // as in PredictArgs; null for Keep::all
+  int64_t mass_start;
   const double* amount;  // [Hq] mass or fraction
   Similarity similarity;
   const bool* forced;  // [n_q, n_k]

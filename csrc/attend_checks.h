@@ -43,20 +43,22 @@ inline void check_pooled(const AttendArgs& a, const AttendArgs& pooled) {
                      : "pooled_v_scale must be None without int8 values");
 }
 
-// The bound of the outputs of each head [B, Hk] and the factor of its values, from the largest |v|
-// of its key blocks.
-inline void bound_values(const AttendArgs& a, const float* of_blocks, float* largest,
-                         float* factor) {
+// The bound of the outputs of one key head, of B * Hk, and the factor of its values, from the
+// largest |v| of its key blocks.
+inline void bound_head(const AttendArgs& a, int64_t head, const float* of_blocks, float* largest,
+                       float* factor) {
   const double most = a.out_dtype == Dtype::f16    ? 65504.0
                       : a.out_dtype == Dtype::bf16 ? 3.3895313892515355e38
                                                    : 3.4028234663852886e38;
   const int64_t n_k = a.shape.n_k();
-  for (int64_t i = 0; i < a.shape.B * a.shape.Hk; ++i) {
-    float x = 0.0f;
-    for (int64_t j = 0; j < n_k; ++j) x = std::max(x, of_blocks[i * n_k + j]);
-    factor[i] = factor_for(x, a.shape.Lk);
-    largest[i] = float(std::min(double(x), most));
-  }
+  float x = 0.0f;
+  for (int64_t j = 0; j < n_k; ++j) x = std::max(x, of_blocks[head * n_k + j]);
+  factor[head] = factor_for(x, a.shape.Lk);
+  largest[head] = float(std::min(double(x), most));
+}
+inline void bound_values(const AttendArgs& a, const float* of_blocks, float* largest,
+                         float* factor) {
+  for (int64_t i = 0; i < a.shape.B * a.shape.Hk; ++i) bound_head(a, i, of_blocks, largest, factor);
 }
 
 }  // namespace sparge

@@ -199,7 +199,7 @@ struct Predictions {
 
   void write_mass(int64_t i) const {
     const float *of_mean = mean + i * stride, *of_rows = rows + i * stride;
-    float* out = a.mass + (query_head() * s.n_q() + first + i) * n_k;
+    float* out = a.mass + (query_head() * s.n_q() + first + i - a.mass_start) * n_k;
     bool finite = true;
     for (int64_t j = 0; j < n_k; ++j) {
       out[j] = a.predictor == Predictor::mean   ? of_mean[j]

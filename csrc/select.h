@@ -140,7 +140,7 @@ struct Selection {
       allowed += may[j];
     }
     a.allowed[row] = int32_t(allowed);
-    const float* mass = a.mass ? a.mass + row * n_k : nullptr;
+    const float* mass = a.mass ? a.mass + (row - a.mass_start) * n_k : nullptr;
     const bool everything =
         a.keep == Keep::all || !predicts(mass) || !a.similarity.trusts_row(s, b, h, i_q);
     if (a.keep == Keep::error)

@@ -5,9 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <memory>
 
+#include "arena.h"
 #include "isa.h"
 #include "tensors.h"
 
@@ -20,14 +19,6 @@ inline const Kernels& kernels_of(int64_t isa) {
   if (!all[isa].available())
     refuse("isa ", isa, " is ", all[isa].name, ", which this machine does not have");
   return *all[isa].kernels;
-}
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-using Buffer = std::unique_ptr<char, Free>;
-inline Buffer allocate(size_t bytes) {
-  return Buffer(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64)));
 }
 
 // f(task, scratch) for every task; `order` gives their order where it matters.

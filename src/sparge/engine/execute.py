@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ..values.backend import DENSE, torch_capability
 from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs, allowed_blocks
 from ..values.run import Run
-from ..values.stages import Attended, Prepared, Stages, prepare, raised_key_heads
+from ..values.stages import Attended, Prepared, Stages, WholeCalls, prepare, raised_key_heads
 from ..values.tokenmask import EXCLUDED, TokenMask
 from .recording import Stopwatch, count_blocks, note, numbers_of
 
@@ -49,6 +50,9 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs, *, recorded: bool 
     if choice.backend == DENSE:
         return run_dense(call, inputs, tokens, watch)
     backend = get_backend(choice.backend)
+    whole = None if call.needs_grad or call.has_block_mask else backend.whole
+    if whole is not None and whole().why_in_stages(call) is None:
+        return _run_whole(whole(), call, inputs, tokens, watch)
     with without_grad_and_autocast(call.device):
         tokens = with_kinds(backend, tokens)
         prepared, plan = _plan(call, inputs, tokens, backend, watch, to_attend=True)
@@ -59,6 +63,26 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs, *, recorded: bool 
         with watch.stage("attend"):
             done = _attend(backend, call, prepared, plan, tokens)
     return Outcome(done.out, done.lse, plan, run_of("attention", watch, plan, done.pv_skips))
+
+
+def _run_whole(
+    whole: WholeCalls, call: Call, inputs: Inputs, tokens: TokenMask, watch: Stopwatch
+) -> Outcome:
+    """All stages at once, or dense attention once it is known to be faster."""
+    router, start = current_router(), time.perf_counter()
+    limit = router.kept_limit(call, watch.choice)
+    found = whole.attend_call(call, inputs, tokens, limit=limit, timed=watch.active)
+    if found.attended is None:
+        watch.choice = router.choose_after_plan(found.plan, call, watch.choice)
+        if watch.choice.backend != DENSE:  # the two ways to compare differ by a rounding
+            found = whole.attend_call(call, inputs, tokens, timed=watch.active)
+    if watch.active:
+        watch.whole(time.perf_counter() - start, found.seconds)
+    done = found.attended
+    if done is None:
+        return run_dense(call, inputs, tokens, watch)
+    record = run_of("attention", watch, found.plan, done.pv_skips)
+    return Outcome(done.out, done.lse, found.plan, record)
 
 
 def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:

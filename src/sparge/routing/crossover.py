@@ -31,7 +31,7 @@ from ..values.backend import (
 from ..values.blockplan import BlockPlan
 from ..values.call import BLOCK_K, BLOCK_Q, ROW_GROUP, Call
 from ..values.recipe import KeepAll, KeepError, KeepFraction, Recipe, heads_of
-from ..values.stages import raised_key_heads
+from ..values.stages import KeptLimit, raised_key_heads
 
 MOST_NOISE, MOST_BUSY = 1.5, 0.15
 """Beyond either, a measurement is made again later. A program on one of two cores takes 0.37 of
@@ -186,6 +186,12 @@ class Crossover:
             f"{max(limit, 0.0):.0%}"
         )
         return self.answer(ours < CLEARLY * dense, reason)
+
+    def kept_limit(self, call: Call) -> KeptLimit:
+        """How many blocks a plan may keep for `estimate_plan` to find it faster."""
+        blocks = call.B * call.Hq * call.n_q * call.n_k
+        most = CLEARLY * self.predict_dense(call) / self.predict_attend(call, 1.0) * blocks
+        return KeptLimit(most, pooled_share(call.recipe))
 
     def _cost(self, way: str, call: Call) -> UnitCosts:
         """Linear in the head dim, and never less than half of what 64 cost: softmax remains."""

@@ -27,6 +27,7 @@ from ..values.backend import AUTO, DENSE, ENV_BACKEND, Backend, Place, Rates, ho
 from ..values.blockplan import BlockPlan
 from ..values.call import Call, diagonal_offset
 from ..values.recipe import KeepAll
+from ..values.stages import KeptLimit
 from . import cost_file
 from .calibration import measure, measure_apart
 from .choice import (
@@ -192,6 +193,17 @@ class Router:
         self._learn_arrived(call)
         self._densities.look_at(choice.backend, call, plan)
         return choice
+
+    def kept_limit(self, call: Call, choice: Choice) -> KeptLimit | None:
+        """What `choose_after_plan` will go by, before there is a plan, for a backend that runs all
+        stages at once; None if it would keep the choice whatever the plan."""
+        backend = self._backends[choice.backend]
+        if choice.estimate is None or not isinstance(backend.cost, Rates):
+            return None
+        return self.answer(
+            ("kept_limit", call, choice.backend),
+            lambda: self._crossover(backend, call).kept_limit(call),
+        )
 
     def dense_is_faster(self, call: Call, choice: Choice, kept: int, allowed: int) -> bool:
         """The same for a plan without raised heads, by the blocks that it keeps and may keep."""

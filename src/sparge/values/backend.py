@@ -17,7 +17,7 @@ from ..support.cpuinfo import cpu_name
 from ..support.turns import Timer
 from .call import ROW_GROUP, Call
 from .recipe import PRECISIONS
-from .stages import PackedStages, Stages
+from .stages import PackedStages, Stages, WholeCalls
 from .tokenmask import TokenMask
 
 
@@ -225,6 +225,7 @@ class Backend:
     raises_heads: its attend stage runs the heads that an error budget raised in the caller's own
     precision; if not, they are run as calls of their own.
     packed: stages that attend packed sequences at once; without them, one after another.
+    whole: runs all stages of a call at once; without it, one after another.
     plain_operands: what it prepares are plain tensors of rows, which may come from elsewhere.
     block_kinds: computes `TokenMask.block_kinds` under a caller's mask, once for all stages of a
     call; without it, every stage does.
@@ -244,6 +245,7 @@ class Backend:
     row_group: int = ROW_GROUP
     raises_heads: bool = False
     packed: Callable[[], PackedStages] | None = None
+    whole: Callable[[], WholeCalls] | None = None
     plain_operands: bool = False
     block_kinds: Callable[[TokenMask], Tensor] | None = None
     sums_keys: bool = False

@@ -14,7 +14,7 @@ module or an object that has all of them satisfies `Stages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -27,6 +27,8 @@ from .blockplan import BlockPlan
 from .call import BLOCK_Q, Call, Inputs, block_sizes, half_dtype, in_blocks, n_blocks, work_dtype
 from .tokenmask import TokenMask
 
+STAGES = ("prepare", "predict", "select", "attend")
+"""As the seconds of a record name them."""
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
@@ -254,6 +256,26 @@ class Attended:
 
 
 @dataclass(frozen=True)
+class KeptLimit:
+    """From how much on the caller would rather run dense attention: sparse attention is faster
+    while kept blocks, and `pooled_cost` of the allowed ones if any is skipped, are fewer than
+    `most_kept`."""
+
+    most_kept: float
+    pooled_cost: float
+
+
+@dataclass(frozen=True)
+class AttendedCall:
+    """What a whole call gave. attended: None where the plan is beyond the limit. seconds: that all
+    threads together spent in each stage, if they were timed."""
+
+    plan: BlockPlan
+    attended: Attended | None
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class ChosenSequences:
     """Sequences of a pack to attend, where not all are. numbers: ascending. leaves: whether a
     sequence, by its number and the blocks that its plan keeps and may keep, is left to dense
@@ -351,6 +373,26 @@ class KeySums(Protocol):
 
     def mean_of_sums(self, sums: Tensor, n_keys: int) -> Tensor:
         """The mean `[B, Hk, D]` that `prepare_keys` computes, from the sums of all blocks."""
+        ...
+
+
+class WholeCalls(Protocol):
+    """What a backend that runs all stages of a call at once implements besides `Stages`."""
+
+    def why_in_stages(self, call: Call) -> str | None:
+        """Why a call runs stage by stage, or None."""
+        ...
+
+    def attend_call(
+        self,
+        call: Call,
+        inputs: Inputs,
+        tokens: TokenMask,
+        *,
+        limit: KeptLimit | None = None,
+        timed: bool = False,
+    ) -> AttendedCall:
+        """The plan and the output of the stages, bit for bit; without a block mask or gradient."""
         ...
 
 

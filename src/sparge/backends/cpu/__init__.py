@@ -18,5 +18,6 @@ CPU_BACKEND = Backend(
     block_kinds=block_kinds,
     sums_keys=True,
     packed=when_called(f"{__name__}.varlen"),
+    whole=when_called(f"{__name__}.whole_call"),
     variables=(library.ENV_ISA,),
 )

@@ -38,7 +38,7 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
         prepared.queries.similarity,
         prepared.keys.similarity,
         min_similarity(call),
-        _forced(call, tokens),
+        forced_of(call, tokens),
         *token_parts(tokens),
         call.Lq,
         call.Lk,
@@ -61,7 +61,7 @@ def _select_by_error(
     assert prepared.queries.own is not None
     counts, indices, allowed = lists
     ops, where = library.ops(), token_parts(tokens)
-    forced = _forced(call, tokens)
+    forced = forced_of(call, tokens)
     ops.first_steps(mass, _step_masses(), forced, *where, call.Lq, call.Lk, indices, allowed, isa)
     surveyed = _choose_rows(call, prepared.queries.own, keep)
     scored = (*scored_parts(prepared), PRECISIONS.index(call.recipe.precision), call.scale)
@@ -226,7 +226,7 @@ def _pooled_parts(
     return key, k_scale, value, pooled.group
 
 
-def _forced(call: Call, tokens: TokenMask) -> Tensor:
+def forced_of(call: Call, tokens: TokenMask) -> Tensor:
     """The forced blocks; they follow from lengths and recipe."""
     find = _cached_forced if call.n_q * call.n_k <= SMALL else forced_blocks
     return find(tokens.diagonal, call.recipe, torch.device("cpu"))
