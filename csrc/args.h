@@ -150,7 +150,8 @@ struct SelectArgs {
   int64_t mass_start;
   const double* amount;  // [Hq] mass or fraction
   Similarity similarity;
-  const bool* forced;  // [n_q, n_k]
+  const bool* forced;  // rows [n_k] of [n_q] from `forced_start` on
+  int64_t forced_start;
   int32_t *counts, *indices, *allowed;
   // Keep::error: `indices` receives for each block the first step that keeps it, -1 where no pair
   // may attend; `counts` is not written.

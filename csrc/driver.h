@@ -30,10 +30,14 @@ struct Job {
   virtual void run(int64_t group, int phase, int64_t task, char* scratch) = 0;
   // After the last task of a phase, before the next phase begins; by one thread.
   virtual void finish(int64_t group, int phase) {}
-  // Whether no group begins the phase after this one before every group has finished it. Then
-  // `join`, by one thread, says whether there is a next phase at all. Its phases have tasks.
+  // Groups that have something in common, such as the heads of one sequence, are a set. Where a
+  // phase joins, no group of a set begins the next one before all of them have finished it; then
+  // `join`, by one thread, says whether the set goes on. Phases around a join have tasks.
+  virtual int64_t sets() const { return 1; }
+  virtual int64_t set_of(int64_t group) const { return 0; }
+  virtual int64_t set_start(int64_t set) const { return set * groups(); }  // its first group
   virtual bool joins(int phase) const { return false; }
-  virtual bool join(int phase) { return true; }
+  virtual bool join(int64_t set, int phase) { return true; }
   virtual void enter() {}  // of each thread, before and after its tasks
   virtual void leave() {}
 };
@@ -45,8 +49,10 @@ class Driver {
         n_groups(job->groups()),
         n_phases(job->phases()),
         groups(new Group[size_t(n_groups)]),
-        joining(new std::atomic<int64_t>[size_t(n_phases)]) {
-    for (int p = 0; p < n_phases; ++p) joining[size_t(p)] = n_groups;
+        joining(new std::atomic<int64_t>[size_t(job->sets() * n_phases)]) {
+    for (int64_t i = 0; i < job->sets() * n_phases; ++i) joining[size_t(i)] = 0;
+    for (int64_t g = 0; g < n_groups; ++g)
+      for (int p = 0; p < n_phases; ++p) ++joining[size_t(job->set_of(g) * n_phases + p)];
   }
 
   // Runs everything, or throws what a task threw. std::bad_alloc if no thread has its scratch.
@@ -61,11 +67,8 @@ class Driver {
     for (int64_t g = 0; g < n_groups; ++g) open(g, 0);
     parallel(threads < all ? threads : all, [this] { work(); });
     if (error) std::rethrow_exception(error);
-    if (!stopped && !finished()) throw std::bad_alloc();
+    if (!finished()) throw std::bad_alloc();
   }
-
-  // Whether a join said that there is no next phase.
-  bool was_stopped() const { return stopped; }
 
  private:
   struct alignas(64) Group {
@@ -82,8 +85,9 @@ class Driver {
   const int64_t n_groups;
   const int n_phases;
   const std::unique_ptr<Group[]> groups;
-  const std::unique_ptr<std::atomic<int64_t>[]> joining;  // groups that have not finished a phase
-  std::atomic<bool> stopped{false}, failed{false};
+  // [sets][phases] groups that have not finished a phase
+  const std::unique_ptr<std::atomic<int64_t>[]> joining;
+  std::atomic<bool> failed{false};
   std::exception_ptr error;
 
   bool finished() const {
@@ -107,12 +111,19 @@ class Driver {
   bool close(int64_t g, int phase) {
     job.finish(g, phase);
     if (!job.joins(phase)) return true;
-    if (joining[size_t(phase)].fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
-    if (!job.join(phase)) {
-      stopped = true;
-      return false;
+    const int64_t set = job.set_of(g);
+    auto& left = joining[size_t(set * n_phases + phase)];
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
+    const bool goes_on = job.join(set, phase);
+    for (int64_t i = job.set_start(set); i < job.set_start(set + 1); ++i) {
+      Group& group = groups[size_t(i)];
+      if (goes_on) {
+        open(i, phase + 1);
+      } else {  // as if all its tasks were taken and done
+        group.done = group.total;
+        group.next = group.total;
+      }
     }
-    for (int64_t i = 0; i < n_groups; ++i) open(i, phase + 1);
     return false;
   }
 
@@ -147,7 +158,7 @@ class Driver {
     if (!scratch) return;  // the others do its part
     job.enter();
     int64_t first = 0;  // groups before it have no task left to take
-    for (int waited = 0; !stopped && !failed;) {
+    for (int waited = 0; !failed;) {
       while (first < n_groups && groups[size_t(first)].next >= groups[size_t(first)].total) ++first;
       if (first == n_groups) break;
       int64_t g = first, number = -1;

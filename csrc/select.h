@@ -167,7 +167,7 @@ struct Selection {
     int32_t* out = a.indices + row * n_k;
     int32_t n = 0;
     for (int64_t j = 0; j < n_k; ++j) {
-      const bool keeps = everything || kept[j] || a.forced[i_q * n_k + j] ||
+      const bool keeps = everything || kept[j] || a.forced[(i_q - a.forced_start) * n_k + j] ||
                          !a.similarity.trusts_column(s, b, h, j);
       if (keeps && may[j]) out[n++] = int32_t(j);
     }
@@ -179,7 +179,7 @@ struct Selection {
     int32_t* out = a.indices + row * n_k;
     if (!everything) first_steps(mass, may, n_k, a.masses, a.n_steps, order, spare, out);
     for (int64_t j = 0; j < n_k; ++j)
-      out[j] = !may[j] ? -1 : everything || a.forced[i_q * n_k + j] ? 0 : out[j];
+      out[j] = !may[j] ? -1 : everything || a.forced[(i_q - a.forced_start) * n_k + j] ? 0 : out[j];
   }
 
   void run() {

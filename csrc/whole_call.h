@@ -20,6 +20,7 @@
 #include "attend_checks.h"
 #include "block_kinds.h"
 #include "driver.h"
+#include "forced.h"
 #include "isa.h"
 #include "tensors.h"
 
@@ -38,7 +39,7 @@ struct Asked {
   Rows query, key, value;
   Keep keep;
   const double* amount;  // [Hq]
-  const bool* forced;    // [n_q, n_k]
+  Forced forced;
   Predictor predictor;
   int sample_rows;
   const float* min_similarity;  // [Hq] or null
@@ -50,13 +51,16 @@ struct Asked {
   int32_t *counts, *indices, *allowed, *pv_skips;
   char* out;
   Dtype out_dtype;
+  int64_t out_stride_h, out_stride_l;  // bytes
   float* lse;
+  int64_t lse_stride_h;
 };
 
 namespace {
 
 class WholeCall : public Job {
  public:
+  bool attended = true;
   std::atomic<int64_t> nanoseconds[kStages] = {};  // of all workers
 
   WholeCall(const Kernels& kernels, const Asked& asked, bool timed)
@@ -80,12 +84,10 @@ class WholeCall : public Job {
     memory = allocate(bytes);
     if (!memory) refuse("no memory for the codes and statistics of a call, ", bytes, " bytes");
     lay_out(memory.get());
-    predict_bytes = k.predict_scratch(predict_args);
-    mass_bytes =
-        predicts ? size_t(k.query_blocks_per_task * n_k) * sizeof(float) / 64 * 64 + 64 : 0;
-    const size_t plan =
-        mass_bytes + std::max(predicts ? predict_bytes : 0, k.select_scratch(select_args));
-    scratch_bytes = std::max(plan, k.attend_scratch(attend_args));
+    const size_t kernels_need =
+        std::max(predicts ? k.predict_scratch(predict_args) : 0, k.select_scratch(select_args));
+    scratch_bytes =
+        std::max(plan_scratch(nullptr).used + kernels_need, k.attend_scratch(attend_args));
     order.resize(size_t(heads_q * n_q));
   }
 
@@ -130,16 +132,31 @@ class WholeCall : public Job {
   bool joins(int phase) const override {
     return (phase == 1 && a.mask_b) || (phase == 2 && a.most_kept >= 0);
   }
-  bool join(int phase) override {
-    if (phase == 1) return true;
+  bool join(int64_t, int phase) override {
+    if (phase == 1 || a.most_kept < 0) return true;
     int64_t kept = 0, allowed = 0;
     for (int64_t i = 0; i < heads_q * n_q; ++i) kept += a.counts[i], allowed += a.allowed[i];
     const double pooled = kept < allowed ? a.pooled_cost * double(allowed) : 0.0;
-    return double(kept) + pooled < a.most_kept;
+    attended = double(kept) + pooled < a.most_kept;
+    return attended;
   }
 
  private:
   static constexpr int64_t kChunk = 4;  // key blocks of one task
+
+  // Rows of the mass map and forced blocks of one planning task; the kernels' scratch follows.
+  struct PlanScratch {
+    float* mass;
+    bool* forced;
+    size_t used;
+  };
+  PlanScratch plan_scratch(char* base) const {
+    Arena arena{base};
+    const size_t n = size_t(k.query_blocks_per_task * n_k);
+    float* mass = arena.take<float>(a.keep == Keep::all ? 0 : n);
+    bool* forced = arena.take<bool>(n);
+    return {mass, forced, arena.used};
+  }
 
   struct Facts {
     uint8_t* finite;
@@ -160,7 +177,7 @@ class WholeCall : public Job {
   SelectArgs select_args{};
   AttendArgs attend_args{}, pooled_args{};
   Buffer memory;
-  size_t bytes = 0, predict_bytes = 0, mass_bytes = 0, scratch_bytes = 0;
+  size_t bytes = 0, scratch_bytes = 0;
   float *sums = nullptr, *mean = nullptr, *largest = nullptr, *factor = nullptr;
   float *means_v = nullptr, *means_k = nullptr;
   char *cast_v = nullptr, *cast_k = nullptr;
@@ -224,7 +241,6 @@ class WholeCall : public Job {
     select_args.shape = s;
     select_args.keep = a.keep;
     select_args.amount = a.amount;
-    select_args.forced = a.forced;
     select_args.counts = a.counts;
     select_args.indices = a.indices;
     select_args.allowed = a.allowed;
@@ -235,11 +251,10 @@ class WholeCall : public Job {
     attend_args.pv_skips = a.pv_skips;
     attend_args.out = a.out;
     attend_args.out_dtype = a.out_dtype;
-    const int64_t size = a.out_dtype == Dtype::f32 ? 4 : 2;
-    attend_args.out_stride_l = s.Dv * size;
-    attend_args.out_stride_h = s.Lq * s.Dv * size;
+    attend_args.out_stride_l = a.out_stride_l;
+    attend_args.out_stride_h = a.out_stride_h;
     attend_args.lse = a.lse;
-    attend_args.lse_stride_h = s.Lq;
+    attend_args.lse_stride_h = a.lse_stride_h;
     if (pools) {
       pooled_args.precision = a.precision;
       pooled_args.shape = s;
@@ -415,17 +430,23 @@ class WholeCall : public Job {
     // The last rows of a causal head may attend the most blocks: they go first.
     const int64_t head = i % s.group(), piece = per_head - 1 - i / s.group();
     const int64_t task = (g * s.group() + head) * per_head + piece;
+    const int64_t first = piece * k.query_blocks_per_task;
+    const PlanScratch own = plan_scratch(scratch);
+    char* rest = scratch + own.used;
     SelectArgs chosen = select_args;
     if (a.keep != Keep::all) {
       PredictArgs predicted = predict_args;
-      predicted.mass = reinterpret_cast<float*>(scratch);
-      predicted.mass_start = first_row(g) + head * n_q + piece * k.query_blocks_per_task;
+      predicted.mass = own.mass;
+      predicted.mass_start = first_row(g) + head * n_q + first;
       chosen.mass = predicted.mass, chosen.mass_start = predicted.mass_start;
-      k.predict(predicted, task, scratch + mass_bytes);
+      k.predict(predicted, task, rest);
       add(kPredict, start);
       start = now();
     }
-    k.select(chosen, task, scratch + mass_bytes);
+    for (int64_t i_q = first; i_q < std::min(first + k.query_blocks_per_task, n_q); ++i_q)
+      a.forced.write(s, a.tokens, i_q, own.forced + (i_q - first) * n_k);
+    chosen.forced = own.forced, chosen.forced_start = first;
+    k.select(chosen, task, rest);
     add(kSelect, start);
   }
 
@@ -460,6 +481,41 @@ class WholeCall : public Job {
     std::iota(begin, end, first_row(g));
     std::stable_sort(begin, end, [&](int64_t x, int64_t y) { return a.counts[x] > a.counts[y]; });
   }
+};
+
+// Packed sequences, each a call of its own; those with much to do first.
+class WholeCalls : public Job {
+ public:
+  std::vector<std::unique_ptr<WholeCall>> calls;
+
+  explicit WholeCalls(std::vector<std::unique_ptr<WholeCall>> given) : calls(std::move(given)) {
+    for (const auto& call : calls) {
+      most = std::max(most, call->scratch());
+      limited |= call->joins(2);
+    }
+    heads = calls[0]->groups();
+  }
+  int64_t groups() const override { return int64_t(calls.size()) * heads; }
+  int phases() const override { return calls[0]->phases(); }
+  int64_t tasks(int64_t g, int p) const override { return of(g).tasks(g % heads, p); }
+  size_t scratch() const override { return most; }
+  void run(int64_t g, int p, int64_t i, char* scratch) override {
+    of(g).run(g % heads, p, i, scratch);
+  }
+  void finish(int64_t g, int p) override { of(g).finish(g % heads, p); }
+  int64_t sets() const override { return int64_t(calls.size()); }
+  int64_t set_of(int64_t g) const override { return g / heads; }
+  int64_t set_start(int64_t set) const override { return set * heads; }
+  bool joins(int p) const override { return p == 2 && limited; }  // packs have no mask
+  bool join(int64_t set, int p) override { return calls[size_t(set)]->join(0, p); }
+  void enter() override { calls[0]->enter(); }
+  void leave() override { calls[0]->leave(); }
+
+ private:
+  size_t most = 0;
+  bool limited = false;
+  int64_t heads = 0;  // key heads of a sequence
+  WholeCall& of(int64_t g) const { return *calls[size_t(g / heads)]; }
 };
 
 }  // namespace

@@ -6,9 +6,9 @@
 # covered: masked and tile loads, which compilers do not instrument; the `portable` and `tiles`
 # builds run the same schedules without them.
 #
-# No ThreadSanitizer: libgomp, libtorch and Python are not built for it, so it sees neither their
+# No ThreadSanitizer here: libgomp, libtorch and Python are not built for it, so it sees neither their
 # locks nor the start of a parallel region, and reports every hand-over between threads as a race.
-# Instead tests/backends/cpu/test_native_threads.py runs here: many concurrent callers, each result compared bit
+# The driver that hands out tasks knows none of them and is tested with it (csrc/tests). And tests/backends/cpu/test_native_threads.py runs here: many concurrent callers, each result compared bit
 # for bit with the same call alone. The core keeps no state between calls except the processor's
 # features, in a C++ static; tasks of a call write to disjoint memory.
 #
@@ -71,10 +71,11 @@ rm "$reports"/*
 echo "sanitize: a planted read past the end of a tensor is found"
 
 kernels=(attend plan statistics quantize masks edges nonfinite second_filter varlen properties grad
-  invariance protect native_threads native_arguments keep_error pool)
+  invariance protect native_threads native_arguments native_whole_call native_whole_arguments
+  native_varlen keep_error pool)
 shopt -s nullglob
-# native_arguments calls the ops themselves, once and not for each instruction set.
-tests=(-k "cpu- or native_arguments")
+# native_* call the ops themselves, once and not for each backend.
+tests=(-k "cpu- or native_arguments or native_whole or native_varlen")
 for name in "${kernels[@]}"; do tests+=(tests/*/"test_$name.py" tests/*/*/"test_$name.py"); done
 [[ -z "${SANITIZE_TESTS:-}" ]] || read -ra tests <<< "$SANITIZE_TESTS"
 code=0

@@ -71,9 +71,9 @@ struct Sums : Job {
   }
   void finish(int64_t g, int p) override { ++finished[size_t(g)][size_t(p)]; }
   bool joins(int p) const override { return p == joined_phase; }
-  bool join(int) override {
+  bool join(int64_t set, int) override {
     ++n_joined;
-    return goes_on;
+    return goes_on || set != 0;
   }
 };
 
@@ -114,7 +114,6 @@ void test_equals_a_plain_loop() {
     for (const auto& group : job.finished)
       for (int times : group) expect(times == 1, "a phase is finished once");
     if (job.joined_phase >= 0) expect(job.n_joined == 1, "a join is asked once");
-    expect(!driver.was_stopped(), "nobody stopped it");
   }
 }
 
@@ -122,11 +121,36 @@ void test_a_join_can_end_the_call() {
   Sums job({{2, 3, 4}, {2, 3, 4}, {1, 1, 1}});
   job.joined_phase = 1;
   job.goes_on = false;
-  Driver driver(&job);
-  driver.run(3, [](int64_t n, const auto& f) { on_threads(n, f); });
-  expect(driver.was_stopped(), "the join stopped it");
-  for (const auto& group : job.result)
+  Driver(&job).run(3, [](int64_t n, const auto& f) { on_threads(n, f); });
+  for (const auto& group : job.result) {
+    for (int64_t x : group[1]) expect(x > 0, "everything runs before a join");
     for (int64_t x : group[2]) expect(x == 0, "nothing runs after a join that ends the call");
+  }
+}
+
+// Two groups a set: the first set ends at its join, the others go on, and do not wait for it.
+struct Sets : Sums {
+  using Sums::Sums;
+  int64_t sets() const override { return groups() / 2; }
+  int64_t set_of(int64_t g) const override { return g / 2; }
+  int64_t set_start(int64_t set) const override { return 2 * set; }
+  void run(int64_t g, int p, int64_t i, char*) override {
+    if (p > joined_phase)
+      for (int64_t other : {g / 2 * 2, g / 2 * 2 + 1})
+        expect(finished[size_t(other)][size_t(joined_phase)] == 1, "a join waits for its set");
+    result[size_t(g)][size_t(p)][size_t(i)] = 1;
+  }
+};
+void test_sets_join_apart() {
+  for (int64_t threads : {1, 2, 3, 8}) {
+    Sets job({{2, 3, 4}, {5, 3, 4}, {1, 1, 1}, {2, 2, 2}, {1, 9, 1}, {3, 1, 2}});
+    job.joined_phase = 1;
+    job.goes_on = false;
+    Driver(&job).run(threads, [](int64_t n, const auto& f) { on_threads(n, f); });
+    expect(job.n_joined == 3, "each set is asked once");
+    for (size_t g = 0; g < job.result.size(); ++g)
+      for (int64_t x : job.result[g][2]) expect(x == int64_t(g >= 2), "only the first set ends");
+  }
 }
 
 // A thread that is stopped in its task delays what reads that task, and nothing else.
@@ -201,6 +225,7 @@ void test_nothing_to_do() {
 int main() {
   test_equals_a_plain_loop();
   test_a_join_can_end_the_call();
+  test_sets_join_apart();
   test_a_sleeping_thread_delays_only_its_readers();
   test_a_failing_task_ends_the_call();
   test_no_memory();

@@ -74,8 +74,6 @@ def _run_whole(
     found = whole.attend_call(call, inputs, tokens, limit=limit, timed=watch.active)
     if found.attended is None:
         watch.choice = router.choose_after_plan(found.plan, call, watch.choice)
-        if watch.choice.backend != DENSE:  # the two ways to compare differ by a rounding
-            found = whole.attend_call(call, inputs, tokens, timed=watch.active)
     if watch.active:
         watch.whole(time.perf_counter() - start, found.seconds)
     done = found.attended

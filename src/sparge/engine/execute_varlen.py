@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -103,14 +104,14 @@ class _Work:
         some = None
         if not team.whole:
             router = current_router()
-
-            def leaves(i: int, kept: int, allowed: int) -> bool:
-                return router.dense_is_faster(*team.each[i], kept, allowed)
-
-            some = ChosenSequences(list(team.each), leaves, (self.out, self.lse))
+            limits = {i: router.kept_limit(*own) for i, own in team.each.items()}
+            some = ChosenSequences(list(team.each), limits, (self.out, self.lse))
+        start = time.perf_counter()
         with without_grad_and_autocast(team.call.device):
             given = (team.call, inputs, self.cuts, self.align, watch.stage, some)
             done = team.stages.attend_packed(*given)
+        if watch.active and done.seconds:
+            watch.whole(time.perf_counter() - start, done.seconds)
         self.out, self.lse = done.out, done.lse
         if watch.active:
             self._record(watch, team, done)

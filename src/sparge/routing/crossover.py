@@ -188,10 +188,11 @@ class Crossover:
         return self.answer(ours < CLEARLY * dense, reason)
 
     def kept_limit(self, call: Call) -> KeptLimit:
-        """How many blocks a plan may keep for `estimate_plan` to find it faster."""
+        """How many blocks a plan may keep for `estimate_plan` to find it faster; a hair more, so
+        that whatever is beyond the limit is beyond it there, too, however either is rounded."""
         blocks = call.B * call.Hq * call.n_q * call.n_k
         most = CLEARLY * self.predict_dense(call) / self.predict_attend(call, 1.0) * blocks
-        return KeptLimit(most, pooled_share(call.recipe))
+        return KeptLimit(most * (1 + 1e-9), pooled_share(call.recipe))
 
     def _cost(self, way: str, call: Call) -> UnitCosts:
         """Linear in the head dim, and never less than half of what 64 cost: softmax remains."""

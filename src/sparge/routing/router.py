@@ -196,24 +196,15 @@ class Router:
 
     def kept_limit(self, call: Call, choice: Choice) -> KeptLimit | None:
         """What `choose_after_plan` will go by, before there is a plan, for a backend that runs all
-        stages at once; None if it would keep the choice whatever the plan."""
+        stages at once; None if the choice holds whatever the plan."""
         backend = self._backends[choice.backend]
-        if choice.estimate is None or not isinstance(backend.cost, Rates):
+        fixed = choice.estimate is None or not isinstance(backend.cost, Rates)
+        if fixed or choice.routed_to_dense:
             return None
         return self.answer(
             ("kept_limit", call, choice.backend),
             lambda: self._crossover(backend, call).kept_limit(call),
         )
-
-    def dense_is_faster(self, call: Call, choice: Choice, kept: int, allowed: int) -> bool:
-        """The same for a plan without raised heads, by the blocks that it keeps and may keep."""
-        backend = self._backends[choice.backend]
-        fixed = choice.estimate is None or not isinstance(backend.cost, Rates)
-        if fixed or choice.routed_to_dense:
-            return False
-        costs = self._crossover(backend, call)
-        blocks = call.B * call.Hq * call.n_q * call.n_k
-        return not costs.estimate_kept(call, kept, allowed, blocks).faster
 
     def is_faster_than(
         self, seconds: float, call: Call, backend: str, *, density: float | None, more: float

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -277,12 +277,12 @@ class AttendedCall:
 
 @dataclass(frozen=True)
 class ChosenSequences:
-    """Sequences of a pack to attend, where not all are. numbers: ascending. leaves: whether a
-    sequence, by its number and the blocks that its plan keeps and may keep, is left to dense
-    attention, which is faster. into: the out and lse of the whole pack, whose rows are written."""
+    """Sequences of a pack to attend, where not all are. numbers: ascending. limits: by number; a
+    sequence whose plan is beyond its own is left to dense attention. into: the out and lse of the
+    whole pack, whose rows are written."""
 
     numbers: list[int]
-    leaves: Callable[[int, int, int], bool]
+    limits: Mapping[int, KeptLimit | None]
     into: tuple[Tensor, Tensor]
 
 
@@ -290,12 +290,14 @@ class ChosenSequences:
 class AttendedPack:
     """Packed sequences: out `[T, Hq, Dv]`, lse `[Hq, T]`. plans: makes each sequence's plan, with
     its `pv_skips`, for the record. left: numbers of sequences that were left out once planned;
-    their rows, and those of sequences that were not asked for, are not written."""
+    their rows, and those of sequences that were not asked for, are not written. seconds: as of
+    `AttendedCall`, where stages overlapped."""
 
     out: Tensor
     lse: Tensor
     plans: Callable[[], list[tuple[BlockPlan, Tensor]]]
     left: tuple[int, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

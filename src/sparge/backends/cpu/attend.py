@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...values.blockplan import BlockPlan
 from ...values.call import Call
-from ...values.recipe import PRECISIONS, heads_of
+from ...values.recipe import PRECISIONS, Recipe, heads_of
 from ...values.stages import Attended, Gradients, Prepared, Saved, working
 from ...values.tokenmask import TokenMask
 from . import library
@@ -31,7 +31,7 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
         v_scale,
         *pooled_parts(keys.entries),
         queries.lse_shift,
-        pv_skip_of(call),
+        pv_skip_of(call.recipe, call.Hq),
         plan.counts.contiguous(),
         plan.indices.contiguous(),
         *token_parts(tokens),
@@ -56,7 +56,7 @@ def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gr
         *inputs,
         saved.grad_out,
         delta.contiguous(),
-        pv_skip_of(call),
+        pv_skip_of(call.recipe, call.Hq),
         plan.counts.contiguous(),
         plan.indices.contiguous(),
         *token_parts(tokens),
@@ -68,8 +68,7 @@ def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gr
     return dq, dk, dv
 
 
-def pv_skip_of(call: Call) -> Tensor | None:
-    pv_skip = call.recipe.pv_skip
-    if pv_skip is None:
+def pv_skip_of(recipe: Recipe, Hq: int) -> Tensor | None:
+    if recipe.pv_skip is None:
         return None
-    return torch.tensor(heads_of(pv_skip, call.Hq, none=math.inf), dtype=torch.float32)
+    return torch.tensor(heads_of(recipe.pv_skip, Hq, none=math.inf), dtype=torch.float32)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...values.backend import Host
 from ...values.call import BLOCK_K, BLOCK_Q, Call, n_blocks
-from ...values.recipe import heads_of
+from ...values.recipe import KeepAll, Recipe, heads_of
 from ...values.stages import Pooled, Prepared, QTensor
 from ...values.tokenmask import TokenMask
 
@@ -105,12 +105,12 @@ def scored_parts(prepared: Prepared) -> tuple[Any, ...]:
     return q, k, q_scale, ROWS_PER_SCALE, k_scale, ROWS_PER_SCALE
 
 
-def min_similarity(call: Call) -> Tensor | None:
+def min_similarity(recipe: Recipe, Hq: int) -> Tensor | None:
     """Of each query head; None without a similarity test, as always for `KeepAll`."""
-    least = call.recipe.min_similarity
-    if least is None or not call.predicts:
+    least = recipe.min_similarity
+    if least is None or isinstance(recipe.keep, KeepAll):
         return None
-    return torch.tensor(heads_of(least, call.Hq, none=-1.0))
+    return torch.tensor(heads_of(least, Hq, none=-1.0))
 
 
 def token_parts(tokens: TokenMask) -> tuple[Tensor | None, Tensor | None, bool, int]:

@@ -24,7 +24,7 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
         prepared.queries.pooled,
         keys.pooled,
         keys.similarity,
-        min_similarity(call),
+        min_similarity(recipe, call.Hq),
         *token_parts(tokens),
         PREDICTORS.index(recipe.predictor),
         recipe.sample_rows,

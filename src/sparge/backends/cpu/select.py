@@ -12,7 +12,7 @@ from ...rules import error_budget as budget
 from ...rules.forced_blocks import forced_blocks
 from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import Call
-from ...values.recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, heads_of
+from ...values.recipe import PRECISIONS, KeepError, KeepFraction, KeepMass, Recipe, heads_of
 from ...values.stages import Pooled, Prepared, QTensor
 from ...values.tokenmask import TokenMask
 from . import library
@@ -34,11 +34,11 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
         return plan_from_lists(*lists, tokens, measured=measured)
     library.ops().select(
         mass,
-        *amount_of(call),
+        *amount_of(call.recipe, call.Hq),
         prepared.queries.similarity,
         prepared.keys.similarity,
-        min_similarity(call),
-        forced_of(call, tokens),
+        min_similarity(call.recipe, call.Hq),
+        _forced(call, tokens),
         *token_parts(tokens),
         call.Lq,
         call.Lk,
@@ -61,7 +61,7 @@ def _select_by_error(
     assert prepared.queries.own is not None
     counts, indices, allowed = lists
     ops, where = library.ops(), token_parts(tokens)
-    forced = forced_of(call, tokens)
+    forced = _forced(call, tokens)
     ops.first_steps(mass, _step_masses(), forced, *where, call.Lq, call.Lk, indices, allowed, isa)
     surveyed = _choose_rows(call, prepared.queries.own, keep)
     scored = (*scored_parts(prepared), PRECISIONS.index(call.recipe.precision), call.scale)
@@ -226,17 +226,17 @@ def _pooled_parts(
     return key, k_scale, value, pooled.group
 
 
-def forced_of(call: Call, tokens: TokenMask) -> Tensor:
+def _forced(call: Call, tokens: TokenMask) -> Tensor:
     """The forced blocks; they follow from lengths and recipe."""
     find = _cached_forced if call.n_q * call.n_k <= SMALL else forced_blocks
     return find(tokens.diagonal, call.recipe, torch.device("cpu"))
 
 
-def amount_of(call: Call) -> tuple[int, Tensor]:
+def amount_of(recipe: Recipe, Hq: int) -> tuple[int, Tensor]:
     """The rule's number, and its amount for each query head."""
-    rule, amounts = ALL, [1.0] * call.Hq
-    if isinstance(call.recipe.keep, KeepMass):
-        rule, amounts = MASS, heads_of(call.recipe.keep.mass, call.Hq, none=1.0)
-    elif isinstance(call.recipe.keep, KeepFraction):
-        rule, amounts = FRACTION, heads_of(call.recipe.keep.fraction, call.Hq, none=1.0)
+    rule, amounts = ALL, [1.0] * Hq
+    if isinstance(recipe.keep, KeepMass):
+        rule, amounts = MASS, heads_of(recipe.keep.mass, Hq, none=1.0)
+    elif isinstance(recipe.keep, KeepFraction):
+        rule, amounts = FRACTION, heads_of(recipe.keep.fraction, Hq, none=1.0)
     return rule, torch.tensor(amounts, dtype=torch.float64)
