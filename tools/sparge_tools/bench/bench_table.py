@@ -1,4 +1,4 @@
-"""The documents of `sparge bench` and `sparge bench --suite vision` as tables."""
+"""The documents of `sparge bench`, with `--suite vision` and with `--busy`, as tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from sparge.cli.machine import machine_text
 from sparge.cli.screen import Column, Table, error, milliseconds, share, three_digits, times
 
+from .busy import LIMITS, BusyCase
 from .cases import SAMPLED_ROWS, Case
 
 LOSES = " LOSS"
@@ -30,6 +31,23 @@ SPEED_COLUMNS = (
 VISION_COLUMNS = (
     Column("reorder_seconds", "re-\norder", milliseconds),
     Column("ratio_reordered", "times SDPA\nwith it", times),
+)
+BUSY_COLUMNS = (
+    Column("others", "others", "{}".format),
+    Column("case", "case"),
+    Column("backend", "auto\nran"),
+    Column("density", "den-\nsity", share),
+    Column("error", "error", error),
+    Column("calls", "calls", "{}".format),
+    Column("sdpa_median_seconds", "SDPA ms,\nmedian", milliseconds),
+    Column("sdpa_mean_seconds", "mean", milliseconds),
+    Column("sdpa_p99_seconds", "99%", milliseconds),
+    Column("auto_median_seconds", "auto ms,\nmedian", milliseconds),
+    Column("auto_mean_seconds", "mean", milliseconds),
+    Column("auto_p99_seconds", "99%", milliseconds),
+    Column("median_ratio", "auto / SDPA,\nmedian", times),
+    Column("mean_ratio", "mean", times),
+    Column("p99_ratio", "99%", times),
 )
 
 
@@ -151,3 +169,36 @@ def _vision_notes(document: dict[str, Any], stages: list[str]) -> list[str]:
 
 def _shape_name(row: Row) -> str:
     return f"{row['shape']} d{row['head_dim']} {row['threads']}t"
+
+
+def busy_table(document: dict[str, Any]) -> Table:
+    rows = [{**row, "case": _busy_name(row)} for row in document["rows"]]
+    title = "SDPA and sparge's auto while other processes are at work, structured inputs in bf16"
+    return Table(title, BUSY_COLUMNS, rows, _busy_notes(document))
+
+
+def _busy_notes(document: dict[str, Any]) -> list[str]:
+    return [
+        *(_busy_summary(each) for each in document["summary"]),
+        f"machine: {machine_text(document)}.",
+        "others: processes that run an empty loop meanwhile. case: tokens, head dim, diagonal, "
+        "heads, threads. auto ran: the backend that backend='auto' chose, in a call before timing.",
+        "ms: wall time of the whole call: median, mean and 99th percentile (nearest rank) of calls "
+        "in turns. auto / SDPA: the ratio of these; below 1 sparge is faster.",
+        f"error: relative L1 against dense fp64, on {SAMPLED_ROWS} query rows of each head.",
+    ]
+
+
+def _busy_summary(each: Row) -> str:
+    n = each["others"]
+    return (
+        f"{n} other process{'' if n == 1 else 'es'}: of {each['rows']} rows, the median is at most "
+        f"{LIMITS['median']:g}x SDPA's in {each['median']:.0%}, the mean at most "
+        f"{LIMITS['mean']:g}x in {each['mean']:.0%}, the 99th percentile at most "
+        f"{LIMITS['p99']:g}x in {each['p99']:.0%}; all three in {each['all']:.0%}."
+    )
+
+
+def _busy_name(row: Row) -> str:
+    keys = ("length", "head_dim", "causal", "heads", "threads")
+    return str(BusyCase(**{key: row[key] for key in keys}))

@@ -3,7 +3,8 @@
 Contenders take turns within each round; figures are medians over the rounds. Nothing is printed
 if a backend fails the self-check or a row is wrong. `sparge bench error`: does an error budget hold
 on inputs made to break it? `sparge bench --suite vision`: the shapes of picture and video models.
-`sparge bench --static` is bench_static.py.
+`sparge bench --busy`: SDPA and `auto` while other processes are at work. `sparge bench --static` is
+bench_static.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from sparge.routing import backends
 from sparge.synthetic import MIN_HEAD_DIM
 from sparge.values.call import MAX_HEAD_DIM
 
-from ..bench.bench_table import bench_table, vision_table
+from ..bench.bench_table import bench_table, busy_table, vision_table
+from ..bench.busy import LIMITS, OTHERS, BusyCase, busy_cases, measure_busy, summarize_busy
 from ..bench.cases import Case, add_shares_of_peak, measure_cases
 from ..bench.contender import Entry, lineup
 from ..bench.error_suite import (
@@ -49,10 +51,13 @@ from . import bench_static
 from .arguments import budgets, check_file, words
 
 FORMAT, VISION_FORMAT = "sparge.bench/3", "sparge.bench.vision/1"
+BUSY_FORMAT = "sparge.bench.busy/1"
 LENGTHS = [1024, 4096, 8192]
 FULL_LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
 HEAD_DIMS = [64, 128]
 HEADS = 4
+BUSY_LENGTHS = [128, 512, 1024, 2048, 8192]
+BUSY_HEADS = [4, 16]
 SUITES = ("speed", "error", "vision")
 DEVICES = ("auto", "cpu", "cuda", "xpu")
 ROW_TOLERANCE = 0.05
@@ -67,6 +72,21 @@ NOT_HERE: dict[str, Any] = {
     "contenders": [],
 }
 """Options of the speed suite that the shapes decide, and what they are if nobody gives them."""
+NOT_BUSY: dict[str, Any] = {
+    "static": False,
+    "full": False,
+    "backends": None,
+    "contenders": [],
+    "cases": PER_FAMILY,
+    "seed": 0,
+    "budgets": BUDGETS,
+    "recipe": None,
+    "targets": None,
+    "variants": None,
+    "draws": None,
+    "update_ratchet": None,
+}
+"""Options that have no meaning with --busy, and what they are if nobody gives them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,13 +97,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_error_arguments(parser)
     add_vision_arguments(parser)
     bench_static.add_arguments(parser)
-    add("--lengths", type=wholes, help="default: 1024,4096,8192; with --full 1024 to 32768")
+    about = "SDPA and backend='auto' while 0, 1 and 2 other processes are at work; many minutes"
+    add("--busy", action="store_true", help=about)
+    about = "default: 1024,4096,8192; with --full 1024 to 32768; with --busy 128 to 8192"
+    add("--lengths", type=wholes, help=about)
     add("--full", action="store_true", help="all lengths, with 1 and with all threads; hours")
-    add("--heads", type=whole, help=f"default: {HEADS}; of --suite vision: by shape")
+    about = f"default: {HEADS}; of --suite vision: by shape; with --busy 4 and 16"
+    add("--heads", type=whole, help=about)
     add("--head-dims", type=wholes, help="default: 64,128")
     add("--causal", action=argparse.BooleanOptionalAction, help="default: both")
     add("--threads", type=wholes, metavar="N,M", help="default: all; with --full 1 and all")
-    add("--repeat", type=whole, help="rounds; default: 3 to 25, depending on their duration")
+    about = "rounds; default: 3 to 25, with --busy 15 to 100, depending on their duration"
+    add("--repeat", type=whole, help=about)
     add("--device", choices=DEVICES, default="cpu", help="auto: the accelerator, if there is one")
     about = "default: cpu; on an accelerator triton"
     add("--backends", type=words, metavar="NAME,…", help=about)
@@ -96,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     args.suite = wanted_suite(args)
     if args.suite != "vision":
         refuse_vision_arguments(args)
+    if args.busy:
+        return run_busy(args)
     if args.device != "cpu" and (args.suite == "error" or args.static):
         raise ValueError(f"--device is for measuring speed, got --device {args.device}")
     args.device = found_device(args.device)
@@ -316,3 +343,54 @@ def measure_vision(args: argparse.Namespace, shapes: list[VisionShape]) -> dict[
             rows += measure_shape(shape, setting, n_threads)
             step(f"{shape.name} {n_threads}t")
     return {"order": args.order, "rows": rows}
+
+
+def run_busy(args: argparse.Namespace) -> int:
+    """SDPA and `auto` in turns, beside 0, 1 and 2 busy processes. No ratio makes it fail."""
+    check_busy_arguments(args)
+    checks = check_backends(args.device)
+    if red := [check for check in checks if check.verdict == "failed"]:
+        return refuse([f"{check.backend} fails the self-check: {check.why}" for check in red])
+    where, start, wanted = where_it_runs(), time.perf_counter(), wanted_busy(args)
+    with progress("measuring", len(wanted) * len(OTHERS)) as step:
+        rows = list(measure_busy(wanted, repeat=args.repeat, step=step, others=OTHERS))
+    document = {
+        "format": BUSY_FORMAT,
+        **where,
+        "load_average_after": load_average(),
+        "took_seconds": time.perf_counter() - start,
+        "device": args.device,
+        "self_check": [asdict(check) for check in checks],
+        "limits": LIMITS,
+        "rows": rows,
+        "summary": summarize_busy(rows),
+    }
+    deliver(document, args, lambda: show_table(console(), busy_table(document)))
+    return OK
+
+
+def check_busy_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that has no meaning here."""
+    if args.suite != "speed":
+        raise ValueError(f"--busy measures speed, got the suite {args.suite}")
+    if args.device != "cpu":
+        raise ValueError(f"--busy is for --device cpu, got --device {args.device}")
+    for name, not_given in NOT_BUSY.items():
+        if getattr(args, name) != not_given:
+            option = name.replace("_", "-")
+            raise ValueError(
+                f"--{option} is not for --busy, which compares SDPA with backend='auto' and the "
+                "default recipe; choose shapes with --lengths, --head-dims, --causal and --heads"
+            )
+    args.backends = ["cpu"]
+    check_arguments(args)
+
+
+def wanted_busy(args: argparse.Namespace) -> list[BusyCase]:
+    return busy_cases(
+        args.lengths or BUSY_LENGTHS,
+        args.head_dims or HEAD_DIMS,
+        [True, False] if args.causal is None else [args.causal],
+        [args.heads] if args.heads else BUSY_HEADS,
+        args.threads or [torch.get_num_threads()],
+    )
