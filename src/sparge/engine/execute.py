@@ -165,7 +165,7 @@ def run_of_counted(what: str, watch: Stopwatch, counted: Later[Counted] | None) 
     backend, call = get_backend(watch.choice.backend), watch.call
     rows = backend.row_group
     facts = {"isa": backend.isa(host(*call.where), call), "row_group": rows}
-    return _run(what, watch, facts, counted, partial(numbers_of, call, row_group=rows))
+    return make_run(what, watch, facts, counted, partial(numbers_of, call, row_group=rows))
 
 
 def run_dense(call: Call, inputs: Inputs, tokens: TokenMask, watch: Stopwatch) -> Outcome:
@@ -189,7 +189,7 @@ def _run_of_dense(watch: Stopwatch, tokens: TokenMask) -> Run | None:
     call, mask = watch.call, tokens.attn_mask
     facts = {"isa": torch_capability(host(*call.where), call)}
     if watch.captured:
-        return _run("attention", watch, facts, None, dict)
+        return make_run("attention", watch, facts, None, dict)
     heads, counted = call.B * call.Hq, Counted()
     if mask is None:
         blocks = allowed_blocks(call.Lq, call.Lk, is_causal=call.is_causal, offset=call.offset)
@@ -203,18 +203,18 @@ def _run_of_dense(watch: Stopwatch, tokens: TokenMask) -> Run | None:
         nothing = {"sparsity": 0.0, "pv_skips": 0, "pv_groups": 0}
         return {"kept": allowed, "allowed": allowed, **nothing}
 
-    return _run("attention", watch, facts, watch.to_host(counted), numbers)
+    return make_run("attention", watch, facts, watch.to_host(counted), numbers)
 
 
-def _run(
+def make_run(
     what: str,
     watch: Stopwatch,
     facts: dict[str, Any],
     counted: Later[Counted] | None,
     numbers: Callable[[Counted], dict[str, Any]],
 ) -> Run:
-    """facts: of this kind of run. numbers: makes those of the record of what was counted, which is
-    None where a graph is captured."""
+    """The record of a call. facts: of this kind of run. numbers: makes those of the record of what
+    was counted, which is None where a graph is captured."""
     choice = watch.choice
     known = {
         "what": what,

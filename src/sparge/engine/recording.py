@@ -115,7 +115,7 @@ class Stopwatch:
         self.captured = self._accelerator is not None and self._accelerator.capturing()
         self._shared = shared
         self._seconds: dict[str, float] = {}
-        self._marks: dict[str, tuple[Mark, Mark]] = {}
+        self._marks: list[tuple[str, Mark, Mark]] = []
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         if not self.active or self.captured:
@@ -136,9 +136,10 @@ class Stopwatch:
     def seconds(self) -> dict[str, float]:
         """Of each stage, and their total. On an accelerator, for when the device has come to the
         end of the call."""
-        found = {**self._shared(), **self._seconds}
-        for name, (start, end) in self._marks.items():
-            found[name] = start.elapsed_time(end) / 1e3
+        own = dict(self._seconds)
+        for name, start, end in self._marks:
+            own[name] = own.get(name, 0.0) + start.elapsed_time(end) / 1e3
+        found = {**self._shared(), **own}
         return {**found, "total": sum(found.values())}
 
     @contextmanager
@@ -146,7 +147,7 @@ class Stopwatch:
         assert self._accelerator is not None
         start = self._accelerator.mark(self.device)
         yield
-        self._marks[name] = start, self._accelerator.mark(self.device)
+        self._marks.append((name, start, self._accelerator.mark(self.device)))
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -154,7 +155,7 @@ class Stopwatch:
         start = time.perf_counter()
         yield
         self._wait()
-        self._seconds[name] = time.perf_counter() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def _wait(self) -> None:
         if self.device.type not in ("cpu", "meta"):  # a device that has no events

@@ -70,11 +70,10 @@ class LayerReport:
 
     ran: how often each way ran. fallbacks: why calls went to dense or to the model's own attention.
     kept, allowed: blocks over all calls; dense and own attention keep all of theirs.
-    sparse_density, density_by_head, pv_skipped: over the calls that ran sparse; a ring counts no
-    heads. error_by_head: mean relative L1 against exact attention, where it was measured. seconds:
-    time in attention; on a GPU, the model's own attention is only launched in it. recipe: None for
-    a layer left out, or whose recipe depends on the context; by_recipe has one entry for each
-    recipe that ran.
+    sparse_density, density_by_head, pv_skipped: over the calls that ran sparse. error_by_head:
+    mean relative L1 against exact attention, where it was measured. seconds: time in attention; on
+    a GPU, the model's own attention is only launched in it. recipe: None for a layer left out, or
+    whose recipe depends on the context; by_recipe has one entry for each recipe that ran.
     estimated: calls whose backend was chosen by the built-in cost estimate.
     by_step: one entry for each step of a diffusion run; runs with the same steps are added up.
     parallel: how often each way of sharing a call among processes was taken; the figures are then
@@ -268,10 +267,7 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 def is_sparse(run: Run) -> bool:
     """Whether a sparse backend ran, as far as is known without its numbers."""
-    if run.ring is None:
-        return run.backend != DENSE
-    # A rank of a ring counts its own blocks, and none by head.
-    return bool(run.kept_by_head) or not run.routed_to_dense
+    return run.backend != DENSE
 
 
 @dataclass

@@ -238,10 +238,15 @@ class Exchange:
         found = self.swap(purpose, messages, {of: size_of(receive[of]) for of in receive})
         return {of: iter(from_bytes(found[of], specs)) for of, specs in receive.items()}
 
+    def gather_rows(self, purpose: str, row: Tensor) -> Tensor:
+        """The 1-D tensors of all ranks, which are as long, `[world, n]`."""
+        found = self.gather(purpose, row.view(torch.uint8).to(self.device))
+        return torch.stack(found).view(row.dtype)
+
     def gather_numbers(self, purpose: str, numbers: Tensor) -> list[list[Any]]:
-        """The numbers of all ranks, which have as many."""
-        found = self.gather(purpose, numbers.view(torch.uint8).to(self.device))
-        return [message.cpu().clone().view(numbers.dtype).tolist() for message in found]
+        """The same on the host."""
+        found: list[list[Any]] = self.gather_rows(purpose, numbers).tolist()
+        return found
 
     def gather(
         self, purpose: str, message: Tensor, sizes: Sequence[int] | None = None

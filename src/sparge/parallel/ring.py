@@ -10,9 +10,7 @@ attend   in world - 1 rounds: in round t a rank receives from the one t places b
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
@@ -22,8 +20,8 @@ from torch import Tensor
 
 from ..api.attention import PackedOptions
 from ..engine.check import check_call
-from ..engine.execute import without_grad_and_autocast
-from ..engine.recording import note, recording
+from ..engine.execute import make_run, without_grad_and_autocast
+from ..engine.recording import Stopwatch, note, numbers_of, recording
 from ..routing import Choice, choose, current_router, get_backend, host
 from ..routing.choice import keep_everything
 from ..support.autocast import as_autocast
@@ -35,7 +33,7 @@ from ..values.run import RingReport, RingShare, Run
 from .exchange import Exchange, agree
 from .global_plan import make_global_plan
 from .layout import LAYOUTS, Held, Layout, Piece, layout_of, reshard, zigzag
-from .rounds import Rounds, Tally, bytes_of_dense_ring, piece_tokens
+from .rounds import Rounds, bytes_of_dense_ring, piece_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -263,13 +261,8 @@ class _Work:
 
     def __post_init__(self) -> None:
         self.backend: Backend = get_backend(self.choice.backend)
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        device = self.exchange.device
+        self.watch = Stopwatch(self.call, self.choice, device, recorded=self.observed)
 
     def moved(self) -> Held:
         """The rows on whole blocks, and causal queries where every rank has as much to do."""
@@ -284,59 +277,47 @@ class _Work:
         return Held(call, query, key, value, to_q, to_k)
 
     def run(self) -> tuple[Tensor, Tensor, Run | None]:
-        exchange, run = self.exchange, None
-        with self.timed("move"):
+        exchange, watch = self.exchange, self.watch
+        with watch.stage("move"):
             held = self.moved()
-        with self.timed("plan"):
+        with watch.stage("plan"):
             plan = make_global_plan(exchange, held, self.backend)
-        with self.timed("attend"):
+        with watch.stage("attend"):
             rounds = Rounds(exchange, held, plan, self.backend, observed=self.observed)
             out, lse = rounds.run()
-        with self.timed("move"):
+        with watch.stage("move"):
             out, lse = reshard(exchange, [out, lse], held.q_layout, self.layouts[0], "move")
-        if self.observed:
-            run = self._run_of(rounds.tally, plan.measured)
-            note(run)
+        run = self._run_of(rounds, plan.measured) if self.observed else None
+        note(run)
         return out, lse, run
 
-    def _run_of(self, tally: Tally, measured: Tensor | None) -> Run:
-        """This rank's run. measured: what an error budget found, `[3, B, Hq]`."""
-        call, choice, backend = self.call, self.choice, self.backend
-        errors, bounds = (None, None) if measured is None else measured[:2].amax(1).tolist()
-        by_head: dict[str, Any] = {
-            f"{name}_by_head": tuple(counts.tolist()) for name, counts in tally.by_head.items()
-        }
-        report = self._gather_report(tally)
-        return Run(
-            what="ring_attention",
-            call=f"{len(report.shares)} ranks, {call}",
-            label=call.label,
-            backend=choice.backend,
-            isa=backend.isa(host(*call.where), call),
-            reason=choice.reason,
-            routed_to_dense=choice.routed_to_dense,
-            rejected=dict(choice.rejected),
-            recipe=call.recipe,
-            sparsity=tally.skipped / max(tally.allowed, 1),
-            kept=tally.kept,
-            allowed=tally.allowed,
-            pv_skips=tally.pv_skips,
-            pv_groups=tally.pv_groups,
-            row_group=backend.row_group,
-            **by_head,
-            error_by_head=None if errors is None else tuple(errors),
-            bound_by_head=None if bounds is None else tuple(bounds),
-            seconds={**self.seconds, "total": sum(self.seconds.values())},
-            ring=report,
-        )
-
-    def _gather_report(self, tally: Tally) -> RingReport:
-        """The shares of all ranks, on every rank."""
-        exchange, shares = self.exchange, []
+    def _run_of(self, rounds: Rounds, measured: Tensor | None) -> Run:
+        """This rank's run, with the shares of all. measured: by an error budget, `[3, B, Hq]`."""
+        exchange, call, backend = self.exchange, self.call, self.backend
         sent = [exchange.sent[name] for name in PURPOSES]
-        own = [tally.kept, tally.allowed, self.seconds["attend"], exchange.waited, *sent]
-        found = exchange.gather_numbers("report", torch.tensor(own, dtype=torch.float64))
-        for rank, (kept, allowed, seconds, waited, *sent) in enumerate(found):
+        own = torch.tensor([rounds.seconds, exchange.waited, *sent], dtype=torch.float64)
+        # Counts go to the other ranks as they are; they are read once a report asks.
+        kept_allowed = rounds.counted[0, :2].sum(-1).double()
+        share = torch.cat([kept_allowed, own.to(exchange.device)])
+        counted = {"blocks": rounds.counted, "shares": exchange.gather_rows("report", share)}
+        if measured is not None:
+            counted["measured"] = measured
+
+        def numbers(found: Mapping[str, Tensor]) -> dict[str, Any]:
+            of_call = numbers_of(call, found, row_group=backend.row_group)
+            return {**of_call, "ring": self._report(found["shares"].tolist())}
+
+        facts = {
+            "call": f"{exchange.world} ranks, {call}",
+            "isa": backend.isa(host(*call.where), call),
+            "row_group": backend.row_group,
+        }
+        later = self.watch.to_host(counted)
+        return make_run("ring_attention", self.watch, facts, later, numbers)
+
+    def _report(self, shares: list[list[float]]) -> RingReport:
+        made = []
+        for rank, (kept, allowed, seconds, waited, *sent) in enumerate(shares):
             by_purpose = dict(zip(PURPOSES, map(int, sent), strict=True))
-            shares.append(RingShare(rank, int(kept), int(allowed), by_purpose, seconds, waited))
-        return RingReport(tuple(shares), bytes_of_dense_ring(self.call, exchange.world))
+            made.append(RingShare(rank, int(kept), int(allowed), by_purpose, seconds, waited))
+        return RingReport(tuple(made), bytes_of_dense_ring(self.call, self.exchange.world))

@@ -10,16 +10,18 @@ rows    the caller's own rows, prepared again by whoever receives them; of a ski
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..api.merge import merge
 from ..engine.execute import attend_heads
+from ..engine.recording import count_blocks
 from ..values.backend import Backend
-from ..values.blockplan import BlockPlan, plan_from_mask, raised_heads
+from ..values.blockplan import plan_from_mask, raised_heads
 from ..values.call import BLOCK_K, BLOCK_Q, Call, half_dtype, n_blocks, work_dtype
 from ..values.stages import (
     Pooled,
@@ -250,29 +252,6 @@ def bytes_of_dense_ring(call: Call, world: int) -> int:
     return (world - 1) * rows * (call.D + call.Dv) * call.dtype.itemsize
 
 
-@dataclass
-class Tally:
-    """What a rank attended, summed over its pieces."""
-
-    kept: int = 0
-    allowed: int = 0
-    pv_skips: int = 0
-    pv_groups: int = 0
-    skipped: float = 0.0
-    by_head: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, plan: BlockPlan, pv_skips: Tensor, rows: int) -> None:
-        allowed = int(plan.allowed.sum())
-        self.kept += int(plan.counts.sum())
-        self.allowed += allowed
-        self.pv_skips += int(pv_skips.sum())
-        self.pv_groups += plan.pv_groups(rows)
-        self.skipped += plan.sparsity(pv_skips, rows) * allowed
-        counted = {"kept": plan.counts, "allowed": plan.allowed, "pv_skips": pv_skips}
-        for name, counts in counted.items():
-            self.by_head[name] = counts.sum((0, 2)) + self.by_head.get(name, 0)
-
-
 class Rounds:
     """The rounds of one rank."""
 
@@ -294,7 +273,9 @@ class Rounds:
         keys, values = (pieces_of(x, held.k_layout, exchange.rank) for x in (held.key, held.value))
         self.own = [self.ship.load(k, v) for k, v in zip(keys, values, strict=True)]
         self.results: list[tuple[Tensor, Tensor] | None] = [None] * len(self.queries)
-        self.tally, self.observed = Tally(), observed
+        # Summed over pieces, as `count_blocks` counts a call.
+        self.counted = held.key.new_zeros((2, 3, held.call.Hq), dtype=torch.int64)
+        self.observed = observed
 
     def _prepare_queries(self, query: Tensor) -> PreparedQueries:
         call, mean = replace(self.piece_call, Lq=query.shape[2]), self.plan.key_mean
@@ -304,7 +285,7 @@ class Rounds:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Output and LSE of this rank's queries."""
-        exchange, world = self.exchange, self.exchange.world
+        exchange, world, start = self.exchange, self.exchange.world, time.perf_counter()
         self._agree_on_blocks()
         under_way = self._post(1) if world > 1 else None
         self._attend(exchange.rank, self.own)
@@ -316,6 +297,7 @@ class Rounds:
             self._attend(source, self._unpack(source, message))
             under_way.finish()
             under_way = after
+        self.seconds = time.perf_counter() - start
         return self._joined()
 
     def _agree_on_blocks(self) -> None:
@@ -413,9 +395,9 @@ class Rounds:
         self, i: int, queries: Piece, keys: Piece, kept: Tensor, cargo: Cargo
     ) -> None:
         tokens = piece_tokens(self.call, queries, keys)
+        if tokens.Lq - 1 + tokens.offset < 0 and tokens.is_causal:
+            return  # no query of the piece may attend any of these keys
         plan = plan_from_mask(kept, tokens, measured=self.plan.measured)
-        if not plan.allowed.any():
-            return
         call = replace(self.piece_call, Lq=len(queries), Lk=len(keys), offset=tokens.offset)
         prepared = Prepared(self.prepared[i], self.ship.prepare_keys(call, cargo))
         stages = self.backend.stages()
@@ -424,7 +406,10 @@ class Rounds:
         else:
             done = attend_heads(stages, call, prepared, plan, tokens)
         if self.observed:
-            self.tally.add(plan, done.pv_skips, self.backend.row_group)
+            counted = count_blocks(plan, done.pv_skips)["blocks"]
+            if queries.stop < self.call.Lq:  # the last block of a piece inside is not short
+                counted[1] = 0
+            self.counted += counted
         before = self.results[i]
         part = (done.out, done.lse)
         self.results[i] = part if before is None else merge(*before, *part)

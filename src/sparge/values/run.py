@@ -13,7 +13,7 @@ from .recipe import Recipe
 _BY_HEAD = tuple(f"{name}_by_head" for name in ("kept", "allowed", "pv_skips"))
 _MEASURED = tuple(f"{name}_by_head" for name in ("error", "bound", "precision"))
 _TOTALS = ("sparsity", "kept", "allowed", "pv_skips", "pv_groups", "seconds")
-NUMBERS = frozenset((*_TOTALS, *_BY_HEAD, *_MEASURED))
+NUMBERS = frozenset((*_TOTALS, *_BY_HEAD, *_MEASURED, "ring"))
 """Of a `Run`, what is counted and timed; the rest is known when the call is made."""
 _NOTHING: dict[str, Any] = dict.fromkeys(("kept", "allowed", "pv_skips", "pv_groups"), 0)
 
@@ -118,7 +118,7 @@ class Run:
     precision_by_head: tuple[str, ...] | None = field(default_factory=lambda: None)
     row_group: int = ROW_GROUP
     cost_source: str = ""
-    ring: RingReport | None = None
+    ring: RingReport | None = field(default_factory=lambda: None)
     captured: bool = False
 
     @classmethod
