@@ -5,11 +5,11 @@
 
 #include "attend.h"
 #include "backward.h"
-#include "budget.h"
 #include "kv_facts.h"
 #include "predict.h"
 #include "select.h"
 #include "statistics.h"
+#include "step_errors.h"
 #include "survey.h"
 
 namespace sparge {

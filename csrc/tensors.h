@@ -88,20 +88,10 @@ inline void check_between(const char* name, const double* x, int64_t n, double l
       refuse(name, " must be in ", low, " … ", high, ", got ", x[i]);
 }
 
-// What a pass over Q or K may be asked for.
-inline void check_statistics(int64_t block, const MaybeTensor& codes, const MaybeTensor& scale,
-                             const MaybeTensor& key_mean, const MaybeTensor& lse_shift) {
-  if (block < 1 || block > kBlockQ || kBlockQ % block)
-    refuse("block must be a divisor of ", kBlockQ, ", got ", block);
-  if (codes.has_value() != scale.has_value()) refuse("codes and scale must come together");
-  if (key_mean.has_value() != lse_shift.has_value())
-    refuse("key_mean and lse_shift must come together");
-}
-
 // The arguments of one call of an op.
 class Arguments {
  public:
-  Arguments() { ranges.reserve(24); }
+  Arguments() { ranges.reserve(32); }
 
   // A tensor [B, H, L, D] of any strides.
   Rows rows(const char* name, const Tensor& x, const Sizes& sizes) {
@@ -123,15 +113,6 @@ class Arguments {
     return r;
   }
 
-  // A contiguous tensor [L, H, D]; how its rows lie is for the caller to say.
-  Rows contiguous_rows(const char* name, const Tensor& x, const Sizes& sizes) {
-    Rows r;
-    r.dtype = dtype(name, x);
-    r.data = static_cast<const char*>(contiguous(name, x, x.scalar_type(), sizes, false));
-    check_row_sizes(name, x.size(0), x.size(2));
-    return r;
-  }
-
   // Data of a contiguous tensor of exactly these sizes.
   template <class T>
   const T* read(const char* name, const Tensor& x, const Sizes& sizes) {
@@ -149,91 +130,27 @@ class Arguments {
   T* write(const char* name, const MaybeTensor& x, const Sizes& sizes) {
     return x ? write<T>(name, *x, sizes) : nullptr;
   }
-  // An output in one of the caller's float dtypes.
-  char* write_floats(const char* name, const Tensor& x, const Sizes& sizes, Dtype* type) {
+  // Contiguous rows in any dtype of numbers or codes.
+  char* write_rows(const char* name, const Tensor& x, const Sizes& sizes, Dtype* type) {
     *type = dtype(name, x);
-    if (*type == Dtype::i8) refuse(name, " must be float32, bfloat16 or float16, got int8");
     return static_cast<char*>(contiguous(name, x, x.scalar_type(), sizes, true));
   }
+  // An output in one of the caller's float dtypes.
+  char* write_floats(const char* name, const Tensor& x, const Sizes& sizes, Dtype* type) {
+    char* data = write_rows(name, x, sizes, type);
+    if (*type == Dtype::i8) refuse(name, " must be float32, bfloat16 or float16, got int8");
+    return data;
+  }
 
-  Shape shape(const Tensor& query, const Tensor& key, const Tensor* value = nullptr) const {
+  static Shape shape(const Tensor& query, const Tensor& key, const Tensor& value) {
     check("query", query, {kAny, kAny, kAny, kAny});
     check("key", key, {query.size(0), kAny, kAny, query.size(3)});
-    if (value) check("value", *value, {query.size(0), key.size(1), key.size(2), kAny});
+    check("value", value, {query.size(0), key.size(1), key.size(2), kAny});
     if (query.size(1) % key.size(1))
       refuse("query must have a multiple of the ", key.size(1), " heads of key, got ",
              query.size(1));
-    return {query.size(0),
-            query.size(1),
-            key.size(1),
-            query.size(2),
-            key.size(2),
-            query.size(3),
-            value ? value->size(3) : 1};
-  }
-
-  // What scores are computed from; `a->shape` is already set. Codes have scales, the caller's
-  // tensors do not. Precisions of 8 bits need codes, unless nothing is scored.
-  void scored(ScoreArgs* a, const Tensor& query, const Tensor& key, const MaybeTensor& q_scale,
-              int64_t q_rows_per_scale, const MaybeTensor& k_scale, int64_t k_rows_per_scale,
-              int64_t precision, double softmax_scale, bool needs_codes = true) {
-    const Shape& s = a->shape;
-    a->query = rows("query", query, {s.B, s.Hq, s.Lq, s.D});
-    a->key = rows("key", key, {s.B, s.Hk, s.Lk, s.D});
-    if (a->query.dtype != a->key.dtype)
-      refuse("key must have the dtype of query, got ", toString(key.scalar_type()), " and ",
-             toString(query.scalar_type()));
-    const bool codes = a->key.dtype == Dtype::i8;
-    a->q_scale =
-        scales("q_scale", q_scale, codes, "q_rows_per_scale", q_rows_per_scale, {s.B, s.Hq, s.Lq});
-    a->k_scale =
-        scales("k_scale", k_scale, codes, "k_rows_per_scale", k_rows_per_scale, {s.B, s.Hk, s.Lk});
-    a->precision = Arguments::precision(precision, codes, needs_codes);
-    a->softmax_scale = finite("softmax_scale", softmax_scale);
-  }
-
-  // Precisions of 8 bits, and no others, have codes as query and key.
-  static Precision precision(int64_t number, bool codes, bool needs_codes) {
-    const Precision p = Precision(in_range("precision", number, 0, int64_t(Precision::exact)));
-    const bool quantized = p == Precision::int8 || p == Precision::int8_fast;
-    if (codes && !quantized)
-      refuse("query and key must be float32, bfloat16 or float16 in precision ", number);
-    if (needs_codes && quantized && !codes)
-      refuse("query and key must be int8 codes in precision ", number);
-    return p;
-  }
-
-  // Scales of rows; `codes` says whether the rows are codes, which alone have scales.
-  Scales scales(const char* name, const MaybeTensor& x, bool codes, const char* rows_name,
-                int64_t rows_per_scale, Sizes sizes) {
-    Scales s;
-    if (codes) {
-      s.rows_per_scale = in_range(rows_name, rows_per_scale, 1, kMaxLength);
-      sizes[2] = s.per_head = blocks_of(sizes[2], rows_per_scale);
-    }
-    s.data = row_scales(name, x, codes, sizes);
-    return s;
-  }
-  const float* row_scales(const char* name, const MaybeTensor& x, bool codes, const Sizes& sizes) {
-    if (x.has_value() != codes)
-      refuse(name, codes ? " is needed with int8 codes" : " must be None without int8 codes");
-    return read<float>(name, x, sizes);
-  }
-
-  TokenMask tokens(const MaybeTensor& mask, const MaybeTensor& kinds, bool is_causal,
-                   int64_t offset, const Shape& s) {
-    if (mask.has_value() != kinds.has_value()) refuse("mask and kinds must come together");
-    TokenMask t = diagonal(is_causal, offset);
-    if (!mask) return t;
-    take_mask(&t, *mask, s);
-    const int64_t n_q = s.n_q(), n_k = s.n_k();
-    t.kinds =
-        read<int8_t>("kinds", *kinds,
-                     {broadcast_size(*kinds, 0, s.B), broadcast_size(*kinds, 1, s.Hq), n_q, n_k});
-    t.kinds_q = n_k;
-    t.kinds_h = kinds->size(1) == 1 ? 0 : n_q * n_k;
-    t.kinds_b = kinds->size(0) == 1 ? 0 : kinds->size(1) * n_q * n_k;
-    return t;
+    return {query.size(0), query.size(1), key.size(1),  query.size(2),
+            key.size(2),   query.size(3), value.size(3)};
   }
   static TokenMask diagonal(bool is_causal, int64_t offset) {
     TokenMask t;

@@ -126,10 +126,19 @@ def reached_from(file: Path) -> set[str]:
     return reached
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["reference", "cpu", "triton"],
-)
+def test_no_native_stage_calls_another():
+    """The native core's are functions of one file; each is a range of one native call."""
+    tree = ast.parse((SRC / "backends/cpu/stages.py").read_text())
+    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
+    stages = {"run_call", "prepare_keys", "prepare_queries", "sum_keys", "predict", "select"}
+    stages |= {"attend", "backward", "block_kinds"}
+    assert stages <= functions.keys()
+    for name in stages:
+        called = {x.id for x in ast.walk(functions[name]) if isinstance(x, ast.Name)}
+        assert not called & stages, name
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_reaches_another(backend, stage):
     """prepare → predict → select → attend: the engine runs them; none imports an earlier or a later

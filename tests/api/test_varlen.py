@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import sparge
-from sparge import KeepAll, KeepFraction, KeepMass, Recipe, attention_varlen
+from packs import Q_LENGTHS, cuts, identical, one_by_one, packed
+from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe, attention_varlen
 
 EXACT = Recipe(keep=KeepFraction(0.5), precision="exact")
-Q_LENGTHS, K_LENGTHS = (5, 130, 64), (70, 64, 129)
 RECIPES = {
     "default": Recipe(),
     "int8 mean": Recipe(KeepMass(0.7), "mean", min_similarity=0.05, pv_skip=2.0),
@@ -20,36 +20,10 @@ RECIPES = {
     "keep all": Recipe(KeepAll(), pv_skip=1.5),
     "int8-fast pool": Recipe(KeepFraction(0.4), "mean", precision="int8-fast", skipped="pool"),
     "protected": Recipe(KeepFraction(0.1), "mean", precision="half", protect=((3, 9), (-4, None))),
+    "budget": Recipe(KeepError(0.05)),
+    "budget, raised": Recipe(KeepError(0.002), precision="int8-fast"),
     "exact per head": Recipe(KeepMass((0.3, 0.6, 0.9, 1.0)), "rows", precision="exact"),
 }
-
-
-def cuts(lengths, dtype=torch.int32):
-    return torch.tensor([0, *lengths], dtype=dtype).cumsum(0, dtype=dtype)
-
-
-def packed(q_lengths=Q_LENGTHS, k_lengths=K_LENGTHS, *, Hq=4, Hk=2, D=16, Dv=24, dtype=None):
-    g = torch.Generator().manual_seed(2)
-    sizes = ((sum(q_lengths), Hq, D), (sum(k_lengths), Hk, D), (sum(k_lengths), Hk, Dv))
-    tensors = [torch.randn(size, generator=g).to(dtype or torch.float32) for size in sizes]
-    return (*tensors, cuts(q_lengths), cuts(k_lengths))
-
-
-def one_by_one(query, key, value, cu_q, cu_k, **options):
-    """`(out, lse)` of every sequence alone, packed again."""
-    outs, lses = [], []
-    for i in range(len(cu_q) - 1):
-        rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        q, k, v = (x.transpose(0, 1)[None] for x in (query[rows], key[keys], value[keys]))
-        gqa = q.shape[1] != k.shape[1]
-        out, lse = sparge.attention(q, k, v, enable_gqa=gqa, return_lse=True, **options)
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, 1)
-
-
-def identical(got, want):
-    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", RECIPES)

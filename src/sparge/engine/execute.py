@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +20,33 @@ from ..values.backend import DENSE, torch_capability
 from ..values.blockplan import BlockPlan, plan_from_mask
 from ..values.call import Call, Inputs, allowed_blocks
 from ..values.run import Run
-from ..values.stages import Attended, Prepared, Stages, WholeCalls, prepare, raised_key_heads
+from ..values.stages import (
+    Attended,
+    AttendedCall,
+    Prepared,
+    Stages,
+    WholeCalls,
+    prepare,
+    raised_key_heads,
+)
 from ..values.tokenmask import EXCLUDED, TokenMask
 from .recording import Stopwatch, count_blocks, note, numbers_of
 
 Counted = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a call gave; dense attention has no plan, and an LSE only when it was asked for."""
+class Outcome(NamedTuple):
+    """What a call gave. make_plan: None for dense attention, which has an LSE only when it was
+    asked for."""
 
     out: Tensor
     lse: Tensor | None
-    plan: BlockPlan | None = None
+    make_plan: Callable[[], BlockPlan] | None = None
     run: Run | None = None
+
+    @property
+    def plan(self) -> BlockPlan | None:
+        return None if self.make_plan is None else self.make_plan()
 
 
 def run_attention(call: Call, choice: Choice, inputs: Inputs, *, recorded: bool = False) -> Outcome:
@@ -43,44 +54,52 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs, *, recorded: bool 
 
     recorded: make a run, though nobody records.
     """
-    tokens = tokens_of(call, inputs)
     if choice.provisional:
         choice = current_router().calibrate(call, choice)
     watch = Stopwatch(call, choice, inputs.query.device, recorded=recorded)
     if choice.backend == DENSE:
-        return run_dense(call, inputs, tokens, watch)
+        return run_dense(call, inputs, watch)
     backend = get_backend(choice.backend)
-    whole = None if call.needs_grad or call.has_block_mask else backend.whole
-    if whole is not None and whole().why_in_stages(call) is None:
-        return _run_whole(whole(), call, inputs, tokens, watch)
+    if backend.whole is not None:
+        return _run_whole(backend.whole(), call, inputs, watch)
     with without_grad_and_autocast(call.device):
-        tokens = with_kinds(backend, tokens)
+        tokens = with_kinds(backend, tokens_of(call, inputs))
         prepared, plan = _plan(call, inputs, tokens, backend, watch, to_attend=True)
         if not call.needs_grad:  # the backward needs the plan
             watch.choice = current_router().choose_after_plan(plan, call, choice)
         if watch.choice.backend == DENSE:
-            return run_dense(call, inputs, tokens, watch)
+            return run_dense(call, inputs, watch)
         with watch.stage("attend"):
             done = _attend(backend, call, prepared, plan, tokens)
-    return Outcome(done.out, done.lse, plan, run_of("attention", watch, plan, done.pv_skips))
+    return Outcome(done.out, done.lse, lambda: plan, run_of("attention", watch, plan, done))
 
 
-def _run_whole(
-    whole: WholeCalls, call: Call, inputs: Inputs, tokens: TokenMask, watch: Stopwatch
-) -> Outcome:
+def _run_whole(whole: WholeCalls, call: Call, inputs: Inputs, watch: Stopwatch) -> Outcome:
     """All stages at once, or dense attention once it is known to be faster."""
-    router, start = current_router(), time.perf_counter()
-    limit = router.kept_limit(call, watch.choice)
-    found = whole.attend_call(call, inputs, tokens, limit=limit, timed=watch.active)
-    if found.attended is None:
-        watch.choice = router.choose_after_plan(found.plan, call, watch.choice)
-    if watch.active:
-        watch.whole(time.perf_counter() - start, found.seconds)
+    plan = None
+    if inputs.block_mask is not None:
+        with watch.stage("select"):
+            plan = _plan_of_mask(call, inputs.block_mask, tokens_of(call, inputs))
+    # The backward needs the plan.
+    limit = None if call.needs_grad or plan else current_router().kept_limit(call, watch.choice)
+    found = _timed_call(whole, watch, call, inputs, plan=plan, limit=limit)
     done = found.attended
     if done is None:
-        return run_dense(call, inputs, tokens, watch)
-    record = run_of("attention", watch, found.plan, done.pv_skips)
+        watch.choice = current_router().choose_after_plan(found.plan(), call, watch.choice)
+        return run_dense(call, inputs, watch)
+    record = run_of("attention", watch, found.plan(), done) if watch.active else None
     return Outcome(done.out, done.lse, found.plan, record)
+
+
+def _timed_call(
+    whole: WholeCalls, watch: Stopwatch, call: Call, inputs: Inputs, **options: Any
+) -> AttendedCall:
+    if not watch.active:
+        return whole.run_call(call, inputs, **options)
+    start = time.perf_counter()
+    found = whole.run_call(call, inputs, **options, timed=True)
+    watch.whole(time.perf_counter() - start, found.seconds)
+    return found
 
 
 def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:
@@ -88,8 +107,11 @@ def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:
     watch = Stopwatch(call, choice, inputs.query.device)
     with without_grad_and_autocast(call.device):
         chosen = get_backend(choice.backend)
-        tokens = with_kinds(chosen, tokens_of(call, inputs))
-        _, plan = _plan(call, inputs, tokens, chosen, watch, to_attend=False)
+        if chosen.whole is not None and inputs.block_mask is None:
+            plan = _timed_call(chosen.whole(), watch, call, inputs, attends=False).plan()
+        else:
+            tokens = with_kinds(chosen, tokens_of(call, inputs))
+            _, plan = _plan(call, inputs, tokens, chosen, watch, to_attend=False)
     note(run_of("make_plan", watch, plan))
     return plan
 
@@ -97,18 +119,24 @@ def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:
 def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> Attended:
     choice = choose(call, backend, dense_ok=False)
     chosen = get_backend(choice.backend)
-    stages = chosen.stages()
     watch = Stopwatch(call, choice, inputs.query.device)
     with without_grad_and_autocast(call.device):
-        tokens = with_kinds(chosen, tokens_of(call, inputs))
+        tokens = tokens_of(call, inputs)
         if call.has_mask and not plan.has_mask:
             # Blocks that the mask hides wholly are neither attended nor counted.
+            tokens = with_kinds(chosen, tokens)
             plan = plan_from_mask(plan.to_mask(), tokens, measured=plan.measured)
-        with watch.stage("prepare"):
-            prepared = prepare(stages, call, inputs, to_plan=False, to_attend=True)
-        with watch.stage("attend"):
-            done = _attend(chosen, call, prepared, plan, tokens)
-    note(run_of("attend", watch, plan, done.pv_skips))
+        if chosen.whole is not None:
+            found = _timed_call(chosen.whole(), watch, call, inputs, plan=plan)
+            assert found.attended is not None
+            done = found.attended
+        else:
+            tokens, stages = with_kinds(chosen, tokens), chosen.stages()
+            with watch.stage("prepare"):
+                prepared = prepare(stages, call, inputs, to_plan=False, to_attend=True)
+            with watch.stage("attend"):
+                done = _attend(chosen, call, prepared, plan, tokens)
+    note(run_of("attend", watch, plan, done))
     return done
 
 
@@ -135,9 +163,7 @@ def _plan(
         prepared = prepare(stages, call, inputs, to_plan=mask is None, to_attend=to_attend)
     if mask is not None:
         with watch.stage("select"):
-            return prepared, plan_from_mask(
-                mask.expand(call.B, call.Hq, call.n_q, call.n_k), tokens
-            )
+            return prepared, _plan_of_mask(call, mask, tokens)
     mass = None
     if call.predicts:
         with watch.stage("predict"):
@@ -146,16 +172,21 @@ def _plan(
         return prepared, stages.select(call, prepared, mass, tokens)
 
 
+def _plan_of_mask(call: Call, mask: Tensor, tokens: TokenMask) -> BlockPlan:
+    return plan_from_mask(mask.expand(call.B, call.Hq, call.n_q, call.n_k), tokens)
+
+
 def tokens_of(call: Call, inputs: Inputs) -> TokenMask:
     return TokenMask(call.Lq, call.Lk, call.is_causal, call.offset, inputs.attn_mask)
 
 
 def run_of(
-    what: str, watch: Stopwatch, plan: BlockPlan, pv_skips: Tensor | None = None
+    what: str, watch: Stopwatch, plan: BlockPlan, done: Attended | None = None
 ) -> Run | None:
     """The record of a sparse run; None, at no cost, while nobody records."""
     if not watch.active:
         return None
+    pv_skips = None if done is None else done.pv_skips
     counted = None if watch.captured else watch.to_host(count_blocks(plan, pv_skips))
     return run_of_counted(what, watch, counted)
 
@@ -168,9 +199,10 @@ def run_of_counted(what: str, watch: Stopwatch, counted: Later[Counted] | None) 
     return make_run(what, watch, facts, counted, partial(numbers_of, call, row_group=rows))
 
 
-def run_dense(call: Call, inputs: Inputs, tokens: TokenMask, watch: Stopwatch) -> Outcome:
+def run_dense(call: Call, inputs: Inputs, watch: Stopwatch) -> Outcome:
     """Dense attention of one call, timed as the attend stage."""
     assert inputs.value is not None
+    tokens = tokens_of(call, inputs)
     with watch.stage("attend"):
         out, lse = attend_dense(
             inputs.query,
@@ -243,52 +275,21 @@ def without_grad_and_autocast(device: str) -> Iterator[None]:
 def attend_heads(
     stages: Stages, call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask
 ) -> Attended:
-    """`Stages.attend`, with raised heads in `call.own_precision`."""
-    raised = raised_key_heads(plan, call.Hk) if call.recipe.quantized else [False]
+    """`Stages.attend` of a backend that attends in one precision: where an error budget raised
+    heads, everything is attended a second time, in `call.own_precision`, and they take that."""
+    done = stages.attend(call, prepared, plan, tokens)
+    raised = raised_key_heads(plan, call.Hk) if call.recipe.quantized else []
     if not any(raised):
-        return stages.attend(call, prepared, plan, tokens)
-    parts = []
-    for is_raised, run in groupby(range(call.Hk), key=raised.__getitem__):
-        heads = list(run)
-        own = HeadRange(heads[0], heads[-1] + 1, call.Hq // call.Hk)
-        recipe = call.recipe.heads(own.queries.start, own.queries.stop)
-        if is_raised:
-            recipe = replace(recipe, precision=call.own_precision)
-        Hq = own.queries.stop - own.queries.start
-        part = replace(call, Hq=Hq, Hk=len(heads), recipe=recipe)
-        if is_raised:
-            its = prepare(stages, part, own.inputs(prepared), to_plan=False, to_attend=True)
-        else:
-            its = prepared.heads(own.keys, own.queries)
-        parts.append(stages.attend(part, its, own.plan(plan), tokens.heads(own.queries)))
-    return Attended(
-        torch.cat([part.out for part in parts], 1),
-        torch.cat([part.lse for part in parts], 1),
-        torch.cat([part.pv_skips for part in parts], 1),
-    )
-
-
-class HeadRange:
-    """Key heads `start … stop-1` and their query heads, cut out of what a stage reads."""
-
-    def __init__(self, start: int, stop: int, group: int) -> None:
-        self.keys, self.queries = slice(start, stop), slice(start * group, stop * group)
-
-    def inputs(self, prepared: Prepared) -> Inputs:
-        """The caller's own tensors."""
-        query, key, value = prepared.queries.own, prepared.keys.own_key, prepared.keys.own_value
-        assert query is not None
-        assert key is not None
-        assert value is not None
-        return Inputs(query[:, self.queries], key[:, self.keys], value[:, self.keys])
-
-    def plan(self, plan: BlockPlan) -> BlockPlan:
-        def cut(x: Tensor) -> Tensor:
-            return x[:, self.queries].contiguous()
-
-        counts, indices, allowed = cut(plan.counts), cut(plan.indices), cut(plan.allowed)
-        lists = replace(plan, counts=counts, indices=indices, allowed=allowed, measured=None)
-        return lists.trust()
+        return done
+    own = replace(call, recipe=replace(call.recipe, precision=call.own_precision))
+    queries, keys = prepared.queries, prepared.keys
+    assert queries.own is not None
+    assert keys.own_key is not None
+    inputs = Inputs(queries.own, keys.own_key, keys.own_value)
+    again = prepare(stages, own, inputs, to_plan=False, to_attend=True)
+    heads = torch.tensor(raised, device=done.lse.device).repeat_interleave(call.Hq // call.Hk)
+    pairs = zip(stages.attend(own, again, plan, tokens), done, strict=True)
+    return Attended(*(torch.where(heads.view(-1, *[1] * (x.dim() - 2)), x, y) for x, y in pairs))
 
 
 def with_kinds(backend: Backend, tokens: TokenMask) -> TokenMask:

@@ -23,7 +23,6 @@ from .execute import (
     run_attention,
     run_dense,
     run_of_counted,
-    tokens_of,
     without_grad_and_autocast,
 )
 from .recording import Stopwatch, count_blocks, recording
@@ -152,7 +151,7 @@ class _Work:
                 watch = self.planned.get(i) or Stopwatch(
                     call, choice, inputs.query.device, recorded=self.recorded
                 )
-                done = run_dense(call, inputs, tokens_of(call, inputs), watch)
+                done = run_dense(call, inputs, watch)
             else:
                 done = run_attention(call, choice, inputs, recorded=self.recorded)
             rows = slice(self.cuts[0][i], self.cuts[0][i + 1])

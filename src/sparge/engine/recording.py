@@ -125,7 +125,7 @@ class Stopwatch:
     def whole(self, seconds: float, workers: Mapping[str, float]) -> None:
         """A call whose stages ran at once: its seconds, divided as its workers' were."""
         all_workers = sum(workers.values()) or 1.0
-        self._seconds = {name: seconds * x / all_workers for name, x in workers.items() if x}
+        self._seconds |= {name: seconds * x / all_workers for name, x in workers.items() if x}
 
     def to_host(self, tensors: Mapping[K, Tensor]) -> Later[dict[K, Tensor]]:
         """These small tensors on the host, once the device has come to here."""

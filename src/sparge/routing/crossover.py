@@ -192,7 +192,12 @@ class Crossover:
         that whatever is beyond the limit is beyond it there, too, however either is rounded."""
         blocks = call.B * call.Hq * call.n_q * call.n_k
         most = CLEARLY * self.predict_dense(call) / self.predict_attend(call, 1.0) * blocks
-        return KeptLimit(most * (1 + 1e-9), pooled_share(call.recipe))
+        raised = 1.0
+        if call.measures_error and call.recipe.quantized:
+            own = replace(call, recipe=replace(call.recipe, precision=call.own_precision))
+            raised = self.predict_attend(own, 1.0) / self.predict_attend(call, 1.0)
+        # 0 would be no limit.
+        return KeptLimit(max(most * (1 + 1e-9), 1e-9), pooled_share(call.recipe), raised)
 
     def _cost(self, way: str, call: Call) -> UnitCosts:
         """Linear in the head dim, and never less than half of what 64 cost: softmax remains."""

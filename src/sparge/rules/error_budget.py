@@ -86,6 +86,12 @@ SPARSE_STEPS = sum(MISSING[step] >= 0.01 for step in MEASURED_STEPS)
 """Of the measured steps."""
 SPARSER = tuple(max(sum(other >= 2 * missing for other in MISSING) - 1, 0) for missing in MISSING)
 """The last step with at least twice the missing mass of each step."""
+NUMBERS = (
+    Z, TAIL, LEAN, RESOLVED, LEAST_ERROR, RAISE_FROM, SMALL_BUDGET, PRIOR, LEAST_RATE, SPARSE_RATE,
+    MOST_RATE, DISAGREES, REFERENCE, PHASE, SPARSE_STEPS, STRATA, MEASURED_ROWS, MANY_BLOCKS,
+    FAR_SHARE,
+)  # fmt: skip
+"""In the order of `BudgetRules` in csrc/work.h."""
 _MASK32 = 0xFFFFFFFF
 
 

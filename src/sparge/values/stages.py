@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -245,8 +245,7 @@ def by_key_head(raised: Tensor, Hk: int) -> list[bool]:
     return [bool(x) for x in raised.view(Hk, -1).any(1).tolist()]
 
 
-@dataclass(frozen=True)
-class Attended:
+class Attended(NamedTuple):
     """out `[B, Hq, Lq, Dv]`; lse `[B, Hq, Lq]`, natural log over the kept keys; pv_skips int32
     `[B, Hq, n_q]`: row groups x blocks that the second filter skipped, in the backend's groups."""
 
@@ -255,22 +254,22 @@ class Attended:
     pv_skips: Tensor
 
 
-@dataclass(frozen=True)
-class KeptLimit:
+class KeptLimit(NamedTuple):
     """From how much on the caller would rather run dense attention: sparse attention is faster
-    while kept blocks, and `pooled_cost` of the allowed ones if any is skipped, are fewer than
-    `most_kept`."""
+    while kept blocks (those of raised heads `raised_cost` times), and `pooled_cost` of the allowed
+    ones if any is skipped, are fewer than `most_kept`, which is above 0."""
 
     most_kept: float
     pooled_cost: float
+    raised_cost: float = 1.0
 
 
-@dataclass(frozen=True)
-class AttendedCall:
-    """What a whole call gave. attended: None where the plan is beyond the limit. seconds: that all
-    threads together spent in each stage, if they were timed."""
+class AttendedCall(NamedTuple):
+    """What a whole call gave. plan: makes it, for those who read it. attended: None where the plan
+    is beyond the limit, or was asked for alone. seconds: that all threads together spent in each
+    stage, if they were timed."""
 
-    plan: BlockPlan
+    plan: Callable[[], BlockPlan]
     attended: Attended | None
     seconds: Mapping[str, float]
 
@@ -381,20 +380,18 @@ class KeySums(Protocol):
 class WholeCalls(Protocol):
     """What a backend that runs all stages of a call at once implements besides `Stages`."""
 
-    def why_in_stages(self, call: Call) -> str | None:
-        """Why a call runs stage by stage, or None."""
-        ...
-
-    def attend_call(
+    def run_call(
         self,
         call: Call,
         inputs: Inputs,
-        tokens: TokenMask,
         *,
+        plan: BlockPlan | None = None,
+        attends: bool = True,
         limit: KeptLimit | None = None,
         timed: bool = False,
     ) -> AttendedCall:
-        """The plan and the output of the stages, bit for bit; without a block mask or gradient."""
+        """The plan and the output of the stages, bit for bit. plan: given, not made. attends: not
+        only planned."""
         ...
 
 

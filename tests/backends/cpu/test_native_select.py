@@ -1,4 +1,4 @@
-"""`torch.ops.sparge_cpu.predict` and `select`: the mass map, and what is kept of it."""
+"""The stages predict and select of `torch.ops.sparge_cpu.run`: the mass map, and what is kept."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparge import KeepMass, Recipe
 from sparge.backends.cpu import library as native
+from sparge.rules.forced_blocks import forced_blocks
+from sparge.values.tokenmask import TokenMask
 
 pytestmark = pytest.mark.skipif(native.why_missing() is not None, reason="no native core")
 
 MEAN, ROWS, BLEND = range(3)
 ALL, MASS, FRACTION = range(3)
+PREDICT, SELECT = 2, 3
 EXACT = 3
 
 
@@ -28,23 +32,25 @@ def predict(query, key, predictor, *, offset=None, sample_rows=4):
         for x, size in ((query, 128), (mean, 64))
     ]
     mass = torch.full((B, Hq, n_q, n_k), 7.0)
-    torch.ops.sparge_cpu.predict(
-        query, key, None, 1, None, 1, EXACT, D**-0.5, *pooled, None, None, None, None,
-        offset is not None, offset or 0, predictor, sample_rows, mass, native.isa_number(),
+    torch.ops.sparge_cpu.run(
+        shape=[B, Hq, key.shape[1], Lq, Lk, D, D], first=PREDICT, last=PREDICT, query=query,
+        key=key, q_pooled=pooled[0], k_pooled=pooled[1], mass=mass, precision=EXACT, keep=MASS,
+        predictor=predictor, sample_rows=sample_rows, softmax_scale=D**-0.5,
+        is_causal=offset is not None, offset=offset or 0, isa=native.isa_number(),
     )  # fmt: skip
     return mass
 
 
-def select(mass, keep, amount, *, offset=None, forced=None):
+def select(mass, keep, amount, *, offset=None, sink_blocks=0, window=0):
     """The kept set as a bool mask, and `allowed`."""
     B, Hq, n_q, n_k = mass.shape
     indices = torch.full(mass.shape, 7, dtype=torch.int32)
-    counts, allowed = torch.empty(2, B, Hq, n_q, dtype=torch.int32)
-    forced = torch.zeros(n_q, n_k, dtype=torch.bool) if forced is None else forced
-    torch.ops.sparge_cpu.select(
-        None if keep == ALL else mass, keep, torch.full((Hq,), amount, dtype=torch.float64),
-        None, None, None, forced, None, None, offset is not None, offset or 0,
-        n_q * 128, n_k * 64, counts, indices, allowed, native.isa_number(),
+    counts, allowed = (torch.empty(B, Hq, n_q, dtype=torch.int32) for _ in range(2))
+    torch.ops.sparge_cpu.run(
+        shape=[B, Hq, Hq, n_q * 128, n_k * 64, 1, 1], first=SELECT, last=SELECT, mass=mass,
+        keep=keep, amount=torch.full((Hq,), amount, dtype=torch.float64), sample_rows=4,
+        sink_blocks=sink_blocks, window=window, is_causal=offset is not None, offset=offset or 0,
+        counts=counts, indices=indices, allowed=allowed, isa=native.isa_number(),
     )  # fmt: skip
     kept = torch.zeros(mass.shape, dtype=torch.bool)
     for row in torch.cartesian_prod(*map(torch.arange, mass.shape[:3])).tolist():
@@ -83,8 +89,8 @@ def test_a_broken_row_is_nan_where_it_may_attend(predictor):
     assert (mass[0, 1, 1, ~may[1]] == 0).all()
     assert mass[0, 0].isfinite().all()
     assert mass[0, 1, [0, 2]].isfinite().all()
-    kept, _ = select(mass, FRACTION, 0.01, offset=0)
-    assert torch.equal(kept[0, 1, 1], may[1])
+    kept, _ = select(mass.masked_fill(~may, 0.0), FRACTION, 0.01)
+    assert kept[0, 1, 1].all()
     assert kept[0, 0].sum(-1).tolist() == [1, 1, 1]
 
 
@@ -130,18 +136,25 @@ def by_sorting(row, may, keep, amount):
     keep=st.sampled_from([MASS, FRACTION]),
     amount=st.sampled_from([1e-9, 0.1, 0.25, 0.5, 0.7, 0.9, 1.0]),
     offset=st.integers(-200, 3000),
+    sink_blocks=st.sampled_from([0, 1, 2]),
+    window=st.sampled_from([0, 1]),
     seed=st.integers(0, 9),
 )
 @settings(max_examples=300, deadline=None)
-def test_selection_is_that_of_a_plain_sort(weights, keep, amount, offset, seed):
+def test_selection_is_that_of_a_plain_sort(
+    weights, keep, amount, offset, sink_blocks, window, seed
+):
     """Small integers: sums are exact, and ties are many."""
     n_k = len(weights)
     g = torch.Generator().manual_seed(seed)
     rows = [torch.tensor(weights)[torch.randperm(n_k, generator=g)] for _ in range(3)]
     mass = torch.stack(rows).float()[None, None]
     may = may_attend(3, n_k, offset)
-    forced = torch.rand(3, n_k, generator=g) < 0.1
-    kept, allowed = select(mass, keep, amount, offset=offset, forced=forced)
+    recipe = Recipe(KeepMass(0.5), sink_blocks=sink_blocks, local_blocks=window)
+    diagonal = TokenMask(3 * 128, n_k * 64, True, offset)
+    forced = forced_blocks(diagonal, recipe, torch.device("cpu"))
+    always = {"sink_blocks": sink_blocks, "window": window}
+    kept, allowed = select(mass, keep, amount, offset=offset, **always)
     assert torch.equal(allowed[0, 0], may.sum(-1).int())
     for i in range(3):
         row = mass[0, 0, i].tolist()

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_varlen import identical, one_by_one
-from test_varlen import packed as a_pack
 
 import sparge
 from calls import BUILT_IN, FIXED
+from packs import identical, one_by_one
+from packs import packed as a_pack
 from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe, attention_varlen
 from sparge.backends.cpu import CPU_BACKEND
 from sparge.backends.cpu import library as native
@@ -36,13 +36,19 @@ def both(pack, **options):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Names of the native ops that are called."""
+    """Native calls, as `pack`, `call`, or the name of another op."""
     names = []
 
     class Counting:
         def __getattr__(self, name):
-            names.append(name)
-            return getattr(torch.ops.sparge_cpu, name)
+            op = getattr(torch.ops.sparge_cpu, name)
+
+            def call(*args, **options):
+                of_pack = options.get("q_rows") is not None
+                names.append(("pack" if of_pack else "call") if name == "run" else name)
+                return op(*args, **options)
+
+            return call
 
     monkeypatch.setattr(native, "ops", Counting)
     return names
@@ -54,7 +60,9 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("skipped", ["drop", "pool"])
 @pytest.mark.parametrize("precision", ["int8", "int8-fast", "half", "exact"])
 @pytest.mark.parametrize(
-    "keep", [KeepMass(0.6), KeepFraction(0.4), KeepAll()], ids=lambda keep: type(keep).__name__
+    "keep",
+    [KeepMass(0.6), KeepFraction(0.4), KeepAll(), KeepError(0.05), KeepError(0.003)],
+    ids=lambda keep: type(keep).__name__,
 )
 def test_recipes(keep, precision, skipped):
     pools = {"skipped": "pool", "pool_group": 16} if skipped == "pool" else {}
@@ -198,14 +206,16 @@ def test_the_number_of_native_calls_does_not_grow(counted):
         attention_varlen(
             *a_pack((130,) * n, (70,) * n), enable_gqa=True, backend="cpu", recipe=recipe
         )
-        calls.append([name for name in counted if name != "available_isas"])
-    assert calls == [["attention_varlen"]] * 2
+        calls.append([name for name in counted if name in ("pack", "call")])
+    assert calls == [["pack"]] * 2
 
 
-def test_an_error_budget_runs_one_after_another(counted):
-    both(a_pack((130, 70), (130, 70)), recipe=Recipe(KeepError(0.05)))
-    assert "decide" in counted
-    assert "attention_varlen" not in counted
+def test_an_error_budget_is_one_native_call_too(counted):
+    recipe, pack = Recipe(KeepError(0.05)), a_pack((130, 70), (130, 70))
+    _, run = recorded(pack, recipe=recipe, backend="cpu")
+    assert counted == ["pack"] * 2  # recorded, and again
+    assert all(part.error_by_head is not None for part in run.parts)
+    both(pack, recipe=recipe)
 
 
 def test_equal_lengths_are_chosen_once(register):
@@ -239,8 +249,7 @@ def test_auto_packs_the_long_ones_and_leaves_the_others_to_dense(new_router, cou
     pack = a_pack(lengths, lengths)
     got, run = recorded(pack, recipe=Recipe(KeepFraction(0.4)))
     assert [part.backend for part in run.parts] == ["cpu", "dense", "cpu", "dense"]
-    assert "attention_varlen" in counted
-    assert "attend" not in counted
+    assert set(counted) & {"pack", "call"} == {"pack"}
     identical(got, one_by_one_auto(pack, recipe=Recipe(KeepFraction(0.4))))
     assert run.kept == sum(part.kept for part in run.parts) < run.allowed
 
@@ -277,7 +286,7 @@ def test_dense_attention_in_a_pack_where_it_was_measured_to_be_faster(new_router
     lengths = (60, 100, 61)
     pack = a_pack(lengths, lengths, dtype=dtype)
     got, run = recorded(pack, recipe=Recipe(KeepFraction(0.01)))
-    assert counted.count("attention_varlen") == 2  # recorded, and again
+    assert counted.count("pack") == 2  # recorded, and again
     assert run.routed_to_dense
     assert run.density == 1.0
     assert run.recipe.keep == KeepFraction(0.01)
@@ -296,7 +305,7 @@ def test_dense_attention_is_torchs_before_anything_was_measured(new_router, monk
     monkeypatch.setenv("SPARGE_CALIBRATE", "0")
     _, run = recorded(a_pack((60, 61), (60, 61)))
     assert run.backend == "dense"
-    assert "attention_varlen" not in counted
+    assert "pack" not in counted
 
 
 def test_a_pack_that_saves_less_than_it_costs_is_left_to_torch():

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import sparge
 from oracle import same_bits
-from sparge import KeepAll, KeepFraction, KeepMass, Recipe
-from sparge.backends.cpu import CPU_BACKEND, library, whole_call
+from sparge import KeepAll, KeepError, KeepFraction, KeepMass, Recipe
+from sparge.backends.cpu import CPU_BACKEND, library
+from sparge.backends.cpu.stages import run_call
 from sparge.engine.check import check_call
 from sparge.routing import Router
 from sparge.values.call import Inputs
@@ -39,16 +40,19 @@ def call_of(inputs, **options):
 @st.composite
 def recipes(draw):
     """Of everything that a whole call serves; a recipe refuses fields that it does not use."""
-    keeps = [KeepMass(0.6), KeepMass(0.97), KeepFraction(0.3)]
+    keeps = [KeepMass(0.6), KeepMass(0.97), KeepFraction(0.3), KeepError(0.05), KeepError(0.004)]
     predictors = [("mean", None), ("mean", 0.4), ("rows", None), ("blend", None)]
     precision = draw(st.sampled_from(["int8", "int8-fast", "half", "exact"]))
     pv_skip = draw(st.sampled_from([None, 3.0]))
     if draw(st.integers(0, 5)) == 0:
         return Recipe(KeepAll(), precision=precision, pv_skip=pv_skip)
+    keep = draw(st.sampled_from(keeps))
+    if isinstance(keep, KeepError):
+        predictors, pv_skip = [("blend", None)], None
     predictor, min_similarity = draw(st.sampled_from(predictors))
     pools = draw(st.sampled_from([{}, {"skipped": "pool"}, {"skipped": "pool", "pool_group": 4}]))
     return Recipe(
-        draw(st.sampled_from(keeps)),
+        keep,
         predictor=predictor,
         precision=precision,
         min_similarity=min_similarity,
@@ -93,10 +97,10 @@ def test_the_same_bits_as_stage_by_stage(isa, threads, data):
         torch.set_num_threads(threads)
         try:
             plan, expected = stage_by_stage(call, inputs, tokens)
-            found = whole_call.attend_call(call, inputs, tokens)
+            found = run_call(call, inputs)
         finally:
             torch.set_num_threads(threads_before)
-    assert found.plan == plan
+    assert found.plan() == plan
     assert same_bits(found.attended.out, expected.out)
     assert same_bits(found.attended.lse, expected.lse)
     assert torch.equal(found.attended.pv_skips, expected.pv_skips)
@@ -106,27 +110,27 @@ def some_call(recipe, L=700):
     q, k, v = (torch.randn(1, 2, L, 32) for _ in range(3))
     inputs = Inputs(q, k, v)
     call = call_of(inputs, recipe=recipe, is_causal=True)
-    return call, inputs, TokenMask(L, L, True, 0)
+    return call, inputs
 
 
 def test_beyond_the_limit_it_is_planned_and_not_attended():
-    call, inputs, tokens = some_call(Recipe(KeepFraction(0.5)))
-    kept = int(whole_call.attend_call(call, inputs, tokens).plan.counts.sum())
-    over = whole_call.attend_call(call, inputs, tokens, limit=KeptLimit(float(kept), 0.0))
-    under = whole_call.attend_call(call, inputs, tokens, limit=KeptLimit(kept + 0.5, 0.0))
+    call, inputs = some_call(Recipe(KeepFraction(0.5)))
+    kept = int(run_call(call, inputs).plan().counts.sum())
+    over = run_call(call, inputs, limit=KeptLimit(float(kept), 0.0))
+    under = run_call(call, inputs, limit=KeptLimit(kept + 0.5, 0.0))
     assert over.attended is None
-    assert int(over.plan.counts.sum()) == kept
+    assert int(over.plan().counts.sum()) == kept
     assert under.attended is not None
     # Pooled entries cost something, too, as long as anything is skipped.
-    pooled = whole_call.attend_call(call, inputs, tokens, limit=KeptLimit(kept + 0.5, 0.1))
+    pooled = run_call(call, inputs, limit=KeptLimit(kept + 0.5, 0.1))
     assert pooled.attended is None
 
 
 def test_the_limit_is_where_the_router_turns_to_dense():
-    call, inputs, tokens = some_call(replace(sparge.DEFAULT, keep=KeepFraction(0.5)))
+    call, inputs = some_call(replace(sparge.DEFAULT, keep=KeepFraction(0.5)))
     router = Router()
     costs = router._crossover(CPU_BACKEND, call)
-    limit, plan = costs.kept_limit(call), whole_call.attend_call(call, inputs, tokens).plan
+    limit, plan = costs.kept_limit(call), run_call(call, inputs).plan()
     blocks, allowed = plan.indices.numel(), int(plan.allowed.sum())
     for kept in range(allowed):
         faster = costs.estimate_kept(call, kept, allowed, blocks).faster
@@ -134,11 +138,11 @@ def test_the_limit_is_where_the_router_turns_to_dense():
 
 
 def test_seconds_of_all_stages_are_told():
-    call, inputs, tokens = some_call(Recipe(KeepMass(0.9)))
-    seconds = whole_call.attend_call(call, inputs, tokens, timed=True).seconds
+    call, inputs = some_call(Recipe(KeepMass(0.9)))
+    seconds = run_call(call, inputs, timed=True).seconds
     assert tuple(seconds) == STAGES
     assert all(x > 0 for x in seconds.values())
-    assert whole_call.attend_call(call, inputs, tokens).seconds == {}
+    assert run_call(call, inputs).seconds == {}
 
 
 def test_the_record_divides_the_time_of_the_call(monkeypatch):
@@ -150,8 +154,8 @@ def test_the_record_divides_the_time_of_the_call(monkeypatch):
     assert tuple(seconds) == STAGES
 
 
-def test_one_native_call_and_no_stage(monkeypatch):
-    """A plain call is one op; a budget, which decides between its steps, is not."""
+@pytest.mark.parametrize("keep", [KeepMass(0.9), KeepError(0.05), KeepAll()], ids=str)
+def test_every_way_of_a_call_is_one_native_call(monkeypatch, keep):
     ops, called = library.ops(), []
 
     class Watched:
@@ -161,8 +165,17 @@ def test_one_native_call_and_no_stage(monkeypatch):
 
     monkeypatch.setattr(library, "ops", Watched)
     q, k, v = (torch.randn(1, 2, 300, 32) for _ in range(3))
-    mask = torch.rand(300, 300) < 0.7
-    sparge.attention(q, k, v, attn_mask=mask, backend="cpu")
-    assert called == ["attention"]
-    sparge.attention(q, k, v, recipe=Recipe(sparge.KeepError(0.05)), backend="cpu")
-    assert "attention" not in called[1:]
+    options = {"recipe": Recipe(keep, skipped="drop"), "backend": "cpu"}
+    sparge.attention(q, k, v, attn_mask=torch.rand(300, 300) < 0.7, **options)
+    assert called == ["run"]
+    plan = sparge.make_plan(q, k, value=v, **options)
+    sparge.attend(q, k, v, plan, **options)
+    assert called == ["run"] * 3
+    kept = torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    every = {"recipe": Recipe(KeepAll()), "backend": "cpu"}
+    sparge.attention(q, k, v, block_mask=kept, **every)
+    assert called == ["run"] * 4
+    cuts = torch.tensor([0, 100, 300])
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    sparge.attention_varlen(*packed, cuts, cuts, **options)
+    assert called == ["run"] * 5

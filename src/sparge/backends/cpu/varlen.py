@@ -1,11 +1,13 @@
 """Packed sequences of different lengths in one native call, however many there are: each is a call
-of its own (csrc/whole_call.h), and its result is, bit for bit, that of the sequence alone."""
+of its own (csrc/call.h), and its result is, bit for bit, that of the sequence alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from ...values.call import BLOCK_K, BLOCK_Q, Call, Inputs
 from ...values.stages import STAGES, AttendedPack, ChosenSequences
 from ...values.tokenmask import TokenMask
 from . import library
-from .whole_call import recipe_numbers, why_in_stages
+from .stages import ATTEND, native_facts, native_recipe
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,7 @@ class _Tables:
     pair_cuts: list[int]
 
 
-@dataclass(frozen=True)
-class _Lists:
+class _Lists(NamedTuple):
     """The plans of the pack: indices `[pairs, Hq]`, the others `[query blocks, Hq]`."""
 
     counts: Tensor
@@ -42,8 +43,7 @@ class _Lists:
 
 
 def why_not_packed(call: Call, *, whole: bool) -> str | None:
-    """Why sequences of this recipe run one after another, or None."""
-    return why_in_stages(call)
+    return None
 
 
 def attend_packed(
@@ -67,35 +67,38 @@ def attend_packed(
     else:
         out, lse = some.into
     limits = None if some is None else [some.limits[number] for number in some.numbers]
-    most = [-1.0 if limit is None else limit.most_kept for limit in limits or ()]
+    most = [0.0 if limit is None else limit.most_kept for limit in limits or ()]
+    measured = None
+    if call.measures_error:
+        measured = torch.empty((len(pack.offsets), 3, call.Hq), dtype=torch.float64)
     attended = query.new_empty(len(pack.offsets), dtype=torch.bool)
     seconds = query.new_zeros(len(STAGES), dtype=torch.float64)
-    library.ops().attention_varlen(
-        query,
-        inputs.key,
-        inputs.value,
-        pack.q_rows,
-        pack.k_rows,
-        pack.offsets,
-        call.is_causal,
-        call.scale,
-        *recipe_numbers(call.recipe, call.Hq, call.is_causal),
-        torch.tensor(most, dtype=torch.float64) if most else None,
-        max((limit.pooled_cost for limit in limits or () if limit), default=0.0),
-        lists.counts,
-        lists.indices,
-        lists.allowed,
-        out,
-        lse,
-        lists.pv_skips,
-        attended,
-        seconds,
-        0,
-        library.isa_number(),
+    costs = max((limit[1:] for limit in limits or () if limit), default=(0.0, 1.0))
+    library.ops().run(
+        query=query,
+        key=inputs.key,
+        value=inputs.value,
+        last=ATTEND,
+        q_rows=pack.q_rows,
+        k_rows=pack.k_rows,
+        offsets=pack.offsets,
+        limits=torch.tensor(most, dtype=torch.float64) if most else None,
+        pooled_cost=costs[0],
+        raised_cost=costs[1],
+        **native_facts(call),
+        **native_recipe(call.recipe, call.Hq, call.is_causal),
+        **lists._asdict(),
+        measured=measured,
+        out=out,
+        lse=lse,
+        attended=attended,
+        seconds=seconds,
+        isa=library.isa_number(),
     )
     left = () if some is None else _numbers_left(some.numbers, attended)
     spent = dict(zip(STAGES, seconds.tolist(), strict=True))
-    return AttendedPack(out, lse, lambda: list(_plans(call, lists, pack)), left, spent)
+    plans = partial(_plans, call, lists, measured, pack)
+    return AttendedPack(out, lse, lambda: list(plans()), left, spent)
 
 
 def _numbers_left(numbers: list[int], attended: Tensor) -> tuple[int, ...]:
@@ -122,7 +125,9 @@ def _sums_before(numbers: Tensor) -> list[int]:
     return [0, *numbers.cumsum(0).tolist()]
 
 
-def _plans(call: Call, lists: _Lists, pack: _Tables) -> Iterator[tuple[BlockPlan, Tensor]]:
+def _plans(
+    call: Call, lists: _Lists, measured: Tensor | None, pack: _Tables
+) -> Iterator[tuple[BlockPlan, Tensor]]:
     """The plan of each sequence and its skips, cut out of those of the pack."""
     blocks, pairs = pack.q_cuts, pack.pair_cuts
     lengths = torch.stack([pack.q_rows[:, 1], pack.k_rows[:, 1], pack.offsets], 1)
@@ -134,4 +139,5 @@ def _plans(call: Call, lists: _Lists, pack: _Tables) -> Iterator[tuple[BlockPlan
             for x in (lists.counts, lists.allowed, lists.pv_skips)
         )
         indices = lists.indices[pairs[i] : pairs[i + 1]].view(*shape, -1)
-        yield plan_from_lists(counts, indices, allowed, tokens), skips
+        own = None if measured is None else measured[i].unsqueeze(1)
+        yield plan_from_lists(counts, indices, allowed, tokens, measured=own), skips

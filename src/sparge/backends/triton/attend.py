@@ -77,14 +77,14 @@ def _attend_all(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMa
     assert queries.own is not None
     assert keys.own_key is not None
     theirs = make_keys(own, keys.own_key, keys.own_value, None, coded=False)
-    again = replace(_empty(own, plan.counts), out=done.out, lse=done.lse)
+    again = _empty(own, plan.counts)._replace(out=done.out, lse=done.lse)
     attend_lists(
         own, PreparedQueries(queries.own), theirs, lists, pools, tokens, again, packed=packed,
         raised=raised, which=RAISED,
     )  # fmt: skip
     of_heads = raised.repeat_interleave(call.Hq // call.Hk)[:, None] != 0
     skips = torch.where(of_heads, _finished(again).pv_skips, _finished(done).pv_skips)
-    return replace(done, pv_skips=skips)
+    return done._replace(pv_skips=skips)
 
 
 def in_own_precision(call: Call) -> Call:

@@ -6,17 +6,12 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
-namespace sparge {
+#include "work.h"
 
-struct DecisionRules {
-  double z, tail, lean, resolved, least_error, raise_from, small_budget, prior;
-  double least_rate, sparse_rate, most_rate;
-  int64_t sparse_steps;          // of the measured ones
-  const int32_t* next_measured;  // [n_steps] the measured step that each step looks at
-  const int32_t* sparser;        // [n_steps]
-};
+namespace sparge {
 
 // Of one head. Surveyed, for both kinds of weights: [n_steps] each. Measured rows: [m] …
 struct HeadFacts {
@@ -33,13 +28,14 @@ inline double at_most_or_nan(double x, double high) { return x > high ? high : x
 // Error of every step, everything last: by skipping alone, its upper bound, and what quantization
 // adds.
 struct Curves {
-  const DecisionRules& rules;
+  const BudgetRules& rules;
+  const BudgetSteps& steps;
   int64_t n;
   std::vector<double> error[2], bound[2], doubt[2], added;
   double noise = 0.0;
 
-  Curves(const DecisionRules& r, const HeadFacts& f)
-      : rules(r), n(f.n_steps), added(size_t(n + 1)) {
+  Curves(const BudgetRules& r, const BudgetSteps& steps, const HeadFacts& f)
+      : rules(r), steps(steps), n(f.n_steps), added(size_t(n + 1)) {
     const int64_t c = f.n_measured;
     double size = 0.0;
     for (int64_t i = 0; i < f.m; ++i) size += f.weights[i] * f.whole[i];
@@ -56,7 +52,7 @@ struct Curves {
     const std::vector<double> rate = error_per_mass(skipping, mass);
     const std::vector<double> rate_noise = noise_of_rate(f, rate, mass, size);
     for (int64_t s = 0; s < n; ++s) {
-      const size_t at = size_t(rules.next_measured[s]);
+      const size_t at = size_t(steps.next_measured[s]);
       added[size_t(s)] = at_least_or_nan(total[at] - skipping[at], 0.0);
     }
     added[size_t(n)] = quantized;
@@ -65,12 +61,12 @@ struct Curves {
       bound[k].assign(size_t(n + 1), 0.0);
       doubt[k].assign(size_t(n + 1), 0.0);
       for (int64_t s = 0; s < n; ++s) {
-        const double own = rate[size_t(rules.next_measured[s])], plain = own * f.mean[k][s];
+        const double own = rate[size_t(steps.next_measured[s])], plain = own * f.mean[k][s];
         const double most = own * (f.mean[k][s] + rules.z * f.deviation[k][s] +
-                                   rules.tail * f.heaviest[k][rules.sparser[s]]);
+                                   rules.tail * f.heaviest[k][steps.sparser[s]]);
         bound[k][size_t(s)] = most;
         error[k][size_t(s)] = plain + rules.lean * (most - plain);
-        const double of_rate = rules.z * f.mean[k][s] * rate_noise[size_t(rules.next_measured[s])];
+        const double of_rate = rules.z * f.mean[k][s] * rate_noise[size_t(steps.next_measured[s])];
         doubt[k][size_t(s)] = std::sqrt((most - plain) * (most - plain) + of_rate * of_rate);
       }
     }
@@ -157,23 +153,23 @@ struct Curves {
 };
 
 // Heads [B, Hq] of Hk key heads: steps, and [3][B · Hq] error, bound and whether it is raised.
-inline void decide(const std::vector<Curves>& heads, int64_t B, int64_t Hq, int64_t Hk,
+inline void decide(const std::vector<std::unique_ptr<Curves>>& heads, const Shape& s,
                    const double* budget, bool may_raise, int64_t* steps, double* measured) {
-  const int64_t group = Hq / Hk, n = B * Hq;
-  for (int64_t h_k = 0; h_k < Hk; ++h_k) {
+  const int64_t group = s.group(), n = s.B * s.Hq;
+  for (int64_t h_k = 0; h_k < s.Hk; ++h_k) {
     bool raised = false;
     double above = may_raise ? -DBL_MAX : 0.0;
     for (int64_t h = h_k * group; may_raise && h < (h_k + 1) * group; ++h) {
-      double lowest = heads[size_t(h)].threshold();
-      for (int64_t b = 1; b < B; ++b)
-        lowest = std::max(lowest, heads[size_t(b * Hq + h)].threshold());
+      double lowest = heads[size_t(h)]->threshold();
+      for (int64_t b = 1; b < s.B; ++b)
+        lowest = std::max(lowest, heads[size_t(b * s.Hq + h)]->threshold());
       raised |= budget[h] < lowest;
       above = std::max(above, lowest);
     }
-    for (int64_t b = 0; b < B; ++b)
+    for (int64_t b = 0; b < s.B; ++b)
       for (int64_t h = h_k * group; h < (h_k + 1) * group; ++h) {
-        const int64_t at = b * Hq + h;
-        const Curves& own = heads[size_t(at)];
+        const int64_t at = b * s.Hq + h;
+        const Curves& own = *heads[size_t(at)];
         steps[at] = own.densest_of_larger(budget[h], raised, above);
         measured[at] = own.error_at(steps[at], budget[h], raised);
         measured[n + at] = own.bound_at(steps[at], budget[h], raised);

@@ -8,26 +8,71 @@
 #include <utility>
 #include <vector>
 
-#include "args.h"
+#include "work.h"
 
 namespace sparge {
 
-// What follows from the length alone, of `n` checked query blocks.
-struct CheckedPlaces {
-  int64_t n;
-  const int64_t* starts;          // [n] first row
-  const bool* may;                // [n, 128]
-  const int64_t *n_far, *n_near;  // [n]
-  const int64_t* far_ranks;       // [n, most_ranks]
-  int64_t most_ranks;
-  const int64_t* near_places;  // [n, 128]
+// A mixed 32-bit integer: no lattice.
+inline uint32_t hash_of(uint64_t number) {
+  uint32_t x = uint32_t(number ^ 61 ^ (number >> 16)) * 0x9E3779B1u;
+  x = (x ^ (x >> 15)) * 0x85EBCA6Bu;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+  return x ^ (x >> 16);
+}
+
+// Surveyed rows of a query block, and the most of one.
+struct RowCounts {
+  int64_t rows = 0, most = 0;
+  double disagrees = 0.0;
+
+  RowCounts() = default;
+  RowCounts(const BudgetSteps& steps, const BudgetRules& rules, int64_t n_q)
+      : disagrees(rules.disagrees) {
+    const int64_t* row = steps.rows_by_blocks;
+    for (int64_t i = 0; i + 1 < steps.n_rows && n_q > row[0]; ++i) row += 3;
+    rows = row[1], most = row[2];
+  }
+  int64_t slots_far() const { return most / 4; }
 };
 
-struct RowCounts {
-  int64_t rows, most;
-  double disagrees;
-  int64_t slots_far() const { return std::max<int64_t>(1, most / 4); }
+// What follows from the length alone, of one checked query block.
+struct CheckedBlock {
+  int64_t start;                 // its first row
+  bool may[kBlockQ] = {};        // places that may be checked: those that prediction has not seen
+  int64_t n_far, n_near;         // how many of them are far ones, and how many are not
+  int64_t far_ranks[kBlockQ];    // [most / 4] pseudo-random
+  int64_t near_places[kBlockQ];  // those that may be checked, in pseudo-random order
 };
+
+inline std::vector<CheckedBlock> checked_blocks(int64_t Lq, int64_t sample_rows,
+                                                const BudgetRules& rules, const RowCounts& counts) {
+  const int64_t n_q = (Lq + kBlockQ - 1) / kBlockQ, most_far = counts.slots_far();
+  const int64_t apart = std::max<int64_t>(1, n_q / int64_t(rules.many_blocks));
+  std::vector<CheckedBlock> blocks;
+  for (int64_t first = 0; first + apart <= n_q; first += apart) {
+    const int64_t i_q = std::min(first + int64_t(hash_of(uint64_t(first)) % apart), n_q - 1);
+    CheckedBlock block;
+    block.start = i_q * kBlockQ;
+    const int64_t valid = std::min<int64_t>(kBlockQ, Lq - block.start);
+    const int64_t sampled = std::min(sample_rows, valid);
+    std::fill(block.may, block.may + valid, true);
+    for (int64_t t = 0; t < sampled; ++t) block.may[(t + 1) * valid / sampled - 1] = false;
+    if (sampled == valid) std::fill(block.may, block.may + valid, true);
+    std::pair<uint32_t, int64_t> order[kBlockQ];
+    int64_t open = 0;
+    for (int64_t p = 0; p < valid; ++p)
+      if (block.may[p]) order[open++] = {hash_of(uint64_t(block.start + 1 + p)), p};
+    std::sort(order, order + open);
+    for (int64_t i = 0; i < open; ++i) block.near_places[i] = order[i].second;
+    block.n_far = std::max<int64_t>(1, open / int64_t(rules.far_share));
+    block.n_near = open - block.n_far;
+    const int64_t rank = hash_of(uint64_t(i_q) ^ 0x5BD1E995u);
+    const int64_t step = std::max<int64_t>(1, block.n_far / most_far);
+    for (int64_t j = 0; j < most_far; ++j) block.far_ranks[j] = (rank + j * step) % block.n_far;
+    blocks.push_back(block);
+  }
+  return blocks;
+}
 
 // The farthest places of one block that may be checked, those of larger index last among equals.
 inline void farthest(const float* deviation, const bool* may, int64_t valid, int64_t n_far,
@@ -62,30 +107,30 @@ inline void weigh_places(int64_t n, int64_t n_far, int64_t n_near, const RowCoun
 // rows [n · most], -1 where unused; weights [2][n · most]: of the rows that every budget has, and
 // of all rows.
 inline void choose_rows(const float* deviation, const float* energy, int64_t L, bool small,
-                        const CheckedPlaces& p, const RowCounts& counts, int64_t* rows,
-                        double* base_weights, double* weights) {
-  const int64_t most = counts.most, most_far = counts.slots_far();
-  for (int64_t i = 0; i < p.n; ++i) {
-    const bool* may = p.may + i * kBlockQ;
-    const int64_t start = p.starts[i], valid = std::min<int64_t>(kBlockQ, L - start);
+                        const std::vector<CheckedBlock>& blocks, const RowCounts& counts,
+                        int64_t* rows, double* base_weights, double* weights) {
+  const int64_t most = counts.most, most_far = counts.slots_far(), n = int64_t(blocks.size());
+  for (int64_t i = 0; i < n; ++i) {
+    const CheckedBlock& block = blocks[size_t(i)];
+    const int64_t start = block.start, valid = std::min<int64_t>(kBlockQ, L - start);
     int64_t far[kBlockQ];
-    farthest(deviation + start, may, valid, p.n_far[i], far);
+    farthest(deviation + start, block.may, valid, block.n_far, far);
     double spread = 0.0;
     for (int64_t r = 0; r < valid; ++r)
-      if (may[r])
+      if (block.may[r])
         spread += deviation[start + r] < INFINITY ? double(deviation[start + r]) : INFINITY;
     const bool agrees = spread <= counts.disagrees * double(energy[start / kBlockQ]);
     const int64_t base = agrees ? counts.rows : std::min(2 * counts.rows, most);
     const int64_t every = small ? std::min(2 * base, most) : base;
     double *own_base = base_weights + i * most, *own = weights + i * most;
-    weigh_places(base, p.n_far[i], p.n_near[i], counts, own_base);
-    weigh_places(every, p.n_far[i], p.n_near[i], counts, own);
+    weigh_places(base, block.n_far, block.n_near, counts, own_base);
+    weigh_places(every, block.n_far, block.n_near, counts, own);
     int64_t* out = rows + i * most;
-    for (int64_t j = 0; j < most_far; ++j) out[j] = far[p.far_ranks[i * p.most_ranks + j]];
-    const int64_t* next = p.near_places + i * kBlockQ;
+    for (int64_t j = 0; j < most_far; ++j) out[j] = far[block.far_ranks[j]];
+    const int64_t* next = block.near_places;
     for (int64_t j = most_far; j < most; ++j) {
       if (!(own_base[j] > 0.0 || own[j] > 0.0)) continue;
-      while (std::find(far, far + p.n_far[i], *next) != far + p.n_far[i]) ++next;
+      while (std::find(far, far + block.n_far, *next) != far + block.n_far) ++next;
       out[j] = *next++;
     }
     for (int64_t j = 0; j < most; ++j)
@@ -93,8 +138,8 @@ inline void choose_rows(const float* deviation, const float* energy, int64_t L, 
   }
   for (double* each : {base_weights, weights}) {
     double whole = 0.0;
-    for (int64_t i = 0; i < p.n * most; ++i) whole += each[i];
-    for (int64_t i = 0; i < p.n * most; ++i) each[i] /= whole;
+    for (int64_t i = 0; i < n * most; ++i) whole += each[i];
+    for (int64_t i = 0; i < n * most; ++i) each[i] /= whole;
   }
 }
 
@@ -105,12 +150,6 @@ struct Surveyed {
   const double* weights;
   const float* dropped;
   const double* mean;
-};
-struct Drawing {
-  int64_t m, strata;
-  double reference, phase;
-  const int32_t* steps;  // [n_measured]
-  int64_t n_measured;
 };
 
 // Places by what they drop at a step, in strata of the same size, and by position within each.
@@ -133,16 +172,17 @@ inline std::vector<int64_t> in_strata(const Surveyed& s, int64_t step, int64_t s
   return order;
 }
 
-inline void draw_measured(const Surveyed& s, const Drawing& drawing, int64_t* rows, double* weights,
-                          float* dropped) {
+inline void draw_measured(const Surveyed& s, const BudgetRules& rules, const BudgetSteps& steps,
+                          int64_t* rows, double* weights, float* dropped) {
+  const int64_t m = int64_t(rules.measured_rows);
   int64_t at = 0;
   double closest = INFINITY;
   for (int64_t step = 0; step < s.n_steps; ++step) {
-    const double off = std::fabs(s.mean[step] - drawing.reference);
+    const double off = std::fabs(s.mean[step] - rules.reference);
     if (off < closest) closest = off, at = step;
   }
-  const double mean = s.mean[at], share = 0.5 * std::min(mean / drawing.reference, 1.0);
-  const std::vector<int64_t> order = in_strata(s, at, drawing.strata);
+  const double mean = s.mean[at], share = 0.5 * std::min(mean / rules.reference, 1.0);
+  const std::vector<int64_t> order = in_strata(s, at, int64_t(rules.strata));
   std::vector<double> mixed(size_t(s.n)), chance(size_t(s.n));
   std::vector<int64_t> drawn;
   double sum = 0.0, shares = 0.0;
@@ -152,20 +192,20 @@ inline void draw_measured(const Surveyed& s, const Drawing& drawing, int64_t* ro
     mixed[size_t(order[i])] = x == x ? x : 1.0;
     chance[i] = sum += s.weights[order[i]] * mixed[size_t(order[i])];
   }
-  for (int64_t j = 0; j < drawing.m; ++j) {
-    const double wanted = (double(j) + drawing.phase) / double(drawing.m) * sum;
+  for (int64_t j = 0; j < m; ++j) {
+    const double wanted = (double(j) + rules.phase) / double(m) * sum;
     const auto found = std::lower_bound(chance.begin(), chance.end(), wanted);
     drawn.push_back(order[std::min(size_t(found - chance.begin()), size_t(s.n - 1))]);
   }
   std::sort(drawn.begin(), drawn.end());  // rows that are near each other share their key blocks
-  for (int64_t j = 0; j < drawing.m; ++j) {
+  for (int64_t j = 0; j < m; ++j) {
     const int64_t place = drawn[size_t(j)];
     rows[j] = s.rows[place];
     shares += weights[j] = 1.0 / mixed[size_t(place)];
-    for (int64_t i = 0; i < drawing.n_measured; ++i)
-      dropped[j * drawing.n_measured + i] = s.dropped[place * s.n_steps + drawing.steps[i]];
+    for (int64_t i = 0; i < steps.n_measured; ++i)
+      dropped[j * steps.n_measured + i] = s.dropped[place * s.n_steps + steps.measured[i]];
   }
-  for (int64_t j = 0; j < drawing.m; ++j) weights[j] /= shares;
+  for (int64_t j = 0; j < m; ++j) weights[j] /= shares;
 }
 
 }  // namespace sparge
