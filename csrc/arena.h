@@ -30,5 +30,11 @@ struct Arena {
   }
 };
 
+// What is given for an array, or memory for it where it is wanted.
+template <class T>
+T* placed(Arena* arena, T* given, bool wanted, int64_t n) {
+  return given ? given : wanted ? arena->take<T>(size_t(n)) : nullptr;
+}
+
 }  // namespace
 }  // namespace sparge

@@ -36,14 +36,12 @@ struct Rows {
   }
 };
 
-// Scales of codes: one per `rows_per_scale` rows, contiguous [B, H, ceil(L / rows_per_scale)].
+// Scales of codes, one per row, contiguous [B, H, L].
 struct Scales {
   const float* data = nullptr;
-  int64_t per_head = 0;
-  int64_t rows_per_scale = 1;
+  int64_t L = 0;
 
-  SPARGE_INLINE const float* head(int64_t bh) const { return data + bh * per_head; }
-  SPARGE_INLINE float of(int64_t bh, int64_t l) const { return head(bh)[l / rows_per_scale]; }
+  SPARGE_INLINE const float* head(int64_t bh) const { return data + bh * L; }
 };
 
 struct Shape {

@@ -337,7 +337,7 @@ class Call : public Job {
     if (at.q_codes) t.query = contiguous(at.q_codes, Dtype::i8, s.Hq, s.Lq, s.D);
     if (at.k_codes) t.key = contiguous(at.k_codes, Dtype::i8, s.Hk, s.Lk, s.D);
     if (at.v_codes) t.value = contiguous(at.v_codes, Dtype::i8, s.Hk, s.Lk, s.Dv);
-    t.q_scale = row_scales(at.q_scale, s.Lq), t.k_scale = row_scales(at.k_scale, s.Lk);
+    t.q_scale = {at.q_scale, s.Lq}, t.k_scale = {at.k_scale, s.Lk};
     t.v_scale = at.v_scale;
     t.lse_shift = at.lse_shift;
 

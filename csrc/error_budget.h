@@ -69,24 +69,16 @@ class ErrorBudget {
   // Survey and measurement read the operands of the call, which are placed by now.
   void lay_out(Arena* arena, const ScoreArgs& scored, const AttendArgs& attend,
                const float* entry_values) {
-    Places& p = at;
-    p = w.places;
     const int64_t S = w.steps.n_steps, C = w.steps.n_measured;
-    auto take = [&](auto** place, int64_t size) {
-      using T = std::remove_reference_t<decltype(**place)>;
-      if (!*place) *place = arena->take<T>(size_t(heads * size));
-    };
-    take(&p.deviation, s.Lq), take(&p.energy, s.n_q());
-    take(&p.surveyed, n), take(&p.survey_weights, 2 * n), take(&p.dropped, n * S);
-    take(&p.survey, 3 * 2 * S);
-    take(&p.drawn, m), take(&p.drawn_weights, m), take(&p.drawn_dropped, m * C);
-    take(&p.skipping, m * C), take(&p.total, m * (C + 1)), take(&p.whole, m);
-    take(&p.step, 1);
-
+    at = w.places;
+#define SPARGE_PLACE(name, type, ...) \
+  at.name = placed(arena, at.name, true, numbers_in(__VA_ARGS__));
+    SPARGE_BUDGET_PLACES(SPARGE_PLACE)
+#undef SPARGE_PLACE
     static_cast<ScoreArgs&>(survey_args) = scored;
     survey_args.first_steps = w.indices;
     survey_args.n_steps = int(S);
-    survey_args.dropped = p.dropped;
+    survey_args.dropped = at.dropped;
     static_cast<SurveyArgs&>(measure_args) = survey_args;
     BudgetArgs& a = measure_args;
     a.slots = slots + 1;
@@ -116,7 +108,7 @@ class ErrorBudget {
           *stride *= 4;
       }
     }
-    a.skipping = p.skipping, a.total = p.total, a.whole = p.whole;
+    a.skipping = at.skipping, a.total = at.total, a.whole = at.whole;
   }
   size_t scratch() {
     RowTask any{};

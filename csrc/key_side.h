@@ -33,17 +33,6 @@ inline Rows contiguous(const void* data, Dtype dtype, int64_t H, int64_t L, int6
   r.stride_b = H * r.stride_h;
   return r;
 }
-inline Scales row_scales(const float* data, int64_t L) {
-  Scales x;
-  x.data = data, x.per_head = L;
-  return x;
-}
-
-// What is given for an array, or memory for it where it is wanted.
-template <class T>
-T* placed(Arena* arena, T* given, bool wanted, int64_t n) {
-  return given ? given : wanted ? arena->take<T>(size_t(n)) : nullptr;
-}
 
 class KeySide {
  public:
@@ -106,7 +95,7 @@ class KeySide {
     }
     if (coded) {
       float* scale = placed(arena, p.entry_k_scale, made, heads * n);
-      entries.k_scale = row_scales(scale, n);
+      entries.k_scale = {scale, n};
       entry_codes = {contiguous(means_k, Dtype::f32, s.Hk, n, s.D), s.Hk, n, s.D, kBlockK};
       entry_codes.codes = reinterpret_cast<int8_t*>(key);
       entry_codes.scale = scale;

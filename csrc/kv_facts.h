@@ -45,7 +45,7 @@ void find_kv_facts(const AttendArgs& a, int64_t task, uint8_t* finite, float* la
   float most = 0.0f;
   for (int64_t l = start; l < stop; ++l) {
     if (a.key.dtype == Dtype::i8) {
-      ok &= std::fabs(a.k_scale.of(bh, l)) < INFINITY;
+      ok &= std::fabs(a.k_scale.head(bh)[l]) < INFINITY;
     } else {
       read_row(a.key, a.key.row(b, h, l), s.D, row);
       ok &= largest_of(row, round_up(s.D, kLanes)) < INFINITY;

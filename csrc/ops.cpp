@@ -38,8 +38,9 @@ int64_t threads_here(int64_t asked) {
   return std::max<int64_t>(asked && asked < most ? asked : most, 1);
 }
 
-// Runs a job of some size on as many threads as pay, of those that it may have.
-void run_job(Job* job, double size, int64_t most) {
+// Runs a job of some size on as many threads as pay, of those that it may have. Returns how many
+// seconds its end waited for threads that other programs kept from running.
+double run_job(Job* job, double size, int64_t most) {
   static Crew crew;
   const int64_t threads = crew.threads_for(size, most);
   std::atomic<int64_t> work{0}, last{0};
@@ -54,7 +55,9 @@ void run_job(Job* job, double size, int64_t most) {
     if (n <= 1) return timed();
     torch::stable::parallel_for(0, n, 1, [&](int64_t, int64_t) { timed(); });
   });
-  crew.learn(size, work, nanoseconds_now() - last, threads);
+  const int64_t waited = nanoseconds_now() - last;
+  crew.learn(size, work, waited, threads);
+  return double(waited) * 1e-9;
 }
 
 template <class F>
@@ -134,7 +137,8 @@ bool run_pack(const Kernels& k, const Given& g, WorkReader* reader, Arguments* a
     calls.push_back(std::make_unique<Call>(k, own, threads, seconds != nullptr));
   }
   Calls job(std::move(calls));
-  run_job(&job, job.size(), threads);
+  const double waited = run_job(&job, job.size(), threads);
+  if (seconds) seconds[kTimedStages] += waited;
   bool all = true;
   for (size_t i = 0; i < order.size(); ++i) {
     all &= ran[order[i]] = job.calls[i]->attended;
@@ -144,17 +148,19 @@ bool run_pack(const Kernels& k, const Given& g, WorkReader* reader, Arguments* a
 }
 
 // Whether attention ran: false where the plan keeps so much that the caller would rather run dense.
-// `seconds`, if given: worker time of prepare, predict, select and attend is added to it.
+// `seconds`, if given: worker time of prepare, predict, select and attend, and how long the end of
+// the call waited for threads, are added to it.
 bool run(const Given& g) {
   const Kernels& k = kernels_of(g.isa);
   Arguments arguments;
   WorkReader reader(g, &arguments);
-  double* seconds = arguments.write<double>("seconds", g.seconds, {kTimedStages});
+  double* seconds = arguments.write<double>("seconds", g.seconds, {kTimedStages + 1});
   if (g.q_rows) return run_pack(k, g, &reader, &arguments, seconds);
   reader.read_places();
   const int64_t threads = threads_here(g.threads);
   Call call(k, reader.w, threads, seconds != nullptr);
-  run_job(&call, call.size(), threads);
+  const double waited = run_job(&call, call.size(), threads);
+  if (seconds) seconds[kTimedStages] += waited;
   add_seconds(call, seconds);
   return call.attended;
 }

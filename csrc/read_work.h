@@ -81,35 +81,21 @@ class WorkReader {
   // Of one call that is no pack: what its stages leave, read or write.
   void read_places() {
     const Shape& s = w.shape;
-    const int64_t n_q = s.n_q(), n_k = s.n_k(), E = w.pool_group ? entries() : 0;
     if (g.mask) {
       a.take_mask(&w.tokens, *g.mask, s);
       w.mask_b = g.mask->size(0), w.mask_h = g.mask->size(1);
     }
     if (g.kinds && !g.mask) refuse("kinds must be None without a mask");
-    place(&Places::kinds, "kinds", g.kinds, {w.mask_b, w.mask_h, n_q, n_k});
-    place(&Places::sums, "sums", g.sums, {s.B, s.Hk, n_k, s.D});
-    place(&Places::mean, "mean", g.mean, {s.B, s.Hk, s.D});
-    place(&Places::q_codes, "q_codes", g.q_codes, {s.B, s.Hq, s.Lq, s.D});
-    place(&Places::q_scale, "q_scale", g.q_scale, {s.B, s.Hq, s.Lq});
-    place(&Places::q_pooled, "q_pooled", g.q_pooled, {s.B, s.Hq, n_q, s.D});
-    place(&Places::q_similarity, "q_similarity", g.q_similarity, {s.B, s.Hq, n_q});
-    place(&Places::lse_shift, "lse_shift", g.lse_shift, {s.B, s.Hq, s.Lq});
-    place(&Places::k_codes, "k_codes", g.k_codes, {s.B, s.Hk, s.Lk, s.D});
-    place(&Places::k_scale, "k_scale", g.k_scale, {s.B, s.Hk, s.Lk});
-    place(&Places::k_pooled, "k_pooled", g.k_pooled, {s.B, s.Hk, n_k, s.D});
-    place(&Places::k_similarity, "k_similarity", g.k_similarity, {s.B, s.Hk, n_k});
-    place(&Places::v_codes, "v_codes", g.v_codes, {s.B, s.Hk, s.Lk, s.Dv});
-    place(&Places::v_scale, "v_scale", g.v_scale, {s.B, s.Hk, n_k, s.Dv});
-    place(&Places::entry_k_scale, "entry_k_scale", g.entry_k_scale, {s.B, s.Hk, E});
-    place(&Places::entry_v_scale, "entry_v_scale", g.entry_v_scale,
-          {s.B, s.Hk, blocks_of(E, kBlockK), s.Dv});
+    const int64_t n_q = s.n_q(), n_k = s.n_k(), mask_b = w.mask_b, mask_h = w.mask_h;
+    const int64_t E = w.pool_group ? blocks_of(s.Lk, w.pool_group) : 0;
+#define SPARGE_PLACE(name, type, ...) w.places.name = a.write<type>(#name, g.name, {__VA_ARGS__});
+    SPARGE_PLACES(SPARGE_PLACE)
+#undef SPARGE_PLACE
     const Dtype pooled = w.precision == Precision::exact ? Dtype::f32 : w.value.dtype;
     w.places.entry_key = place_rows("entry_key", g.entry_key, {s.B, s.Hk, E, s.D},
                                     w.quantized() ? Dtype::i8 : pooled);
     w.places.entry_value = place_rows("entry_value", g.entry_value, {s.B, s.Hk, E, s.Dv},
                                       w.fast() ? Dtype::i8 : pooled);
-    place(&Places::mass, "mass", g.mass, {s.B, s.Hq, n_q, n_k});
     w.counts = a.write<int32_t>("counts", g.counts, {s.B, s.Hq, n_q});
     w.indices = a.write<int32_t>("indices", g.indices, {s.B, s.Hq, n_q, n_k});
     w.allowed = a.write<int32_t>("allowed", g.allowed, {s.B, s.Hq, n_q});
@@ -134,10 +120,6 @@ class WorkReader {
   void need(bool there, const char* name, const char* what) const {
     if (!there) refuse(name, " is needed by ", what);
   }
-  template <class T>
-  void place(T* Places::* field, const char* name, const MaybeTensor& x, const Sizes& sizes) {
-    w.places.*field = a.write<T>(name, x, sizes);
-  }
   char* place_rows(const char* name, const MaybeTensor& x, const Sizes& sizes, Dtype needed) {
     if (!x) return nullptr;
     Dtype dtype;
@@ -145,7 +127,6 @@ class WorkReader {
     if (dtype != needed) refuse(name, " must have the dtype in which the precision pools");
     return data;
   }
-  int64_t entries() const { return blocks_of(w.shape.Lk, w.pool_group); }
 
   // Without queries, or without keys, there are none to prepare.
   void read_shape() {
@@ -246,21 +227,13 @@ class WorkReader {
     const RowCounts counts(w.steps, rules, s.n_q());
     const int64_t n =
         counts.most * int64_t(checked_blocks(s.Lq, w.sample_rows, rules, counts).size());
-    const std::vector<Tensor>& x = *g.budget_places;
-    if (x.size() != 13) refuse("budget_places must be 13 tensors, got ", x.size());
-    place(&Places::deviation, "deviation", x[0], {s.B, s.Hq, s.Lq});
-    place(&Places::energy, "energy", x[1], {s.B, s.Hq, s.n_q()});
-    place(&Places::surveyed, "surveyed", x[2], {s.B, s.Hq, n});
-    place(&Places::survey_weights, "survey_weights", x[3], {2, s.B, s.Hq, n});
-    place(&Places::dropped, "dropped", x[4], {s.B, s.Hq, n, S});
-    place(&Places::survey, "survey", x[5], {3, 2, s.B, s.Hq, S});
-    place(&Places::drawn, "drawn", x[6], {s.B, s.Hq, m});
-    place(&Places::drawn_weights, "drawn_weights", x[7], {s.B, s.Hq, m});
-    place(&Places::drawn_dropped, "drawn_dropped", x[8], {s.B, s.Hq, m, C});
-    place(&Places::skipping, "skipping", x[9], {s.B, s.Hq, m, C});
-    place(&Places::total, "total", x[10], {s.B, s.Hq, m, C + 1});
-    place(&Places::whole, "whole", x[11], {s.B, s.Hq, m});
-    place(&Places::step, "step", x[12], {s.B, s.Hq});
+    const std::vector<Tensor>& given = *g.budget_places;
+    size_t i = 0;
+#define SPARGE_PLACE(name, type, ...) \
+  if (i < given.size()) w.places.name = a.write<type>(#name, given[i++], {__VA_ARGS__});
+    SPARGE_BUDGET_PLACES(SPARGE_PLACE)
+#undef SPARGE_PLACE
+    if (i != given.size() || !w.places.step) refuse("budget_places must be 13 tensors");
   }
 
   // Every stage has what it reads, and places for what it returns.

@@ -47,7 +47,7 @@ struct RowScores {
       last_block = block > last_block ? block : last_block;
       factor[i] = float(args.softmax_scale * 1.4426950408889634);
       if (args.q_scale.data)
-        factor[i] = args.q_scale.of(b * args.shape.Hq + h, row_of[i]) * factor[i];
+        factor[i] = args.q_scale.head(b * args.shape.Hq + h)[row_of[i]] * factor[i];
     }
     const bool half = rounds_to_half(args.precision, args.query.dtype);
     pack_queries<P>(args.query, at, n, args.shape.D, half, queries);
@@ -97,12 +97,12 @@ struct RowScores {
     if (masked) mask_group(a->tokens, s, b, h, row_of, n, i_k, &mask);
     multiply(key);
     const float* k_scale = nullptr;
-    if (a->k_scale.data && a->k_scale.rows_per_scale == 1 && whole) {
+    if (a->k_scale.data && whole) {
       k_scale = a->k_scale.head(b * s.Hk + h_k) + i_k * kBlockK;
     } else if (a->k_scale.data) {
       for (int64_t i = 0; i < kBlockK; ++i) {
         const int64_t l = i_k * kBlockK + i < s.Lk ? i_k * kBlockK + i : s.Lk - 1;
-        scales[i] = a->k_scale.of(b * s.Hk + h_k, l);
+        scales[i] = a->k_scale.head(b * s.Hk + h_k)[l];
       }
       k_scale = scales;
     }

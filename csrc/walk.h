@@ -103,7 +103,7 @@ struct Walk {
         rows[n++] = a.query.row(b, h, row);
         state.valid |= uint16_t(1 << i);
         if (a.q_scale.data) {
-          state.q_factor[i] = a.q_scale.of(query_head(), row) * factor;
+          state.q_factor[i] = a.q_scale.head(query_head())[row] * factor;
         } else {
           // A query that is not finite makes its row NaN, even if it attends nothing.
           alignas(64) float numbers[kMaxDim];
@@ -178,9 +178,9 @@ struct Walk {
     const Scales& scales = slot.from->k_scale;
     if (!scales.data) return nullptr;
     const int64_t first = slot.i_k * kBlockK, L = slot.from->shape.Lk;
-    if (scales.rows_per_scale == 1 && first + kBlockK <= L) return scales.head(key_head()) + first;
+    if (first + kBlockK <= L) return scales.head(key_head()) + first;
     for (int64_t j = 0; j < kBlockK; ++j)
-      room[j] = scales.of(key_head(), first + j < L ? first + j : L - 1);
+      room[j] = scales.head(key_head())[first + j < L ? first + j : L - 1];
     return room;
   }
 

@@ -32,30 +32,60 @@ struct BudgetSteps {
   int64_t n_rows = 0;
 };
 
-// Where what stages leave for later ones lies. Null: in the memory of the call.
+// What stages leave for later ones: name, type and sizes, in terms of a shape `s`, its `n_q` and
+// `n_k`, a mask's `mask_b` and `mask_h`, and `E` pooled entries.
+// clang-format off
+#define SPARGE_PLACES(X)                       \
+  X(kinds, int8_t, mask_b, mask_h, n_q, n_k)   \
+  X(sums, float, s.B, s.Hk, n_k, s.D) /* of keys / 128 */ \
+  X(mean, float, s.B, s.Hk, s.D)               \
+  X(q_codes, int8_t, s.B, s.Hq, s.Lq, s.D)     \
+  X(q_scale, float, s.B, s.Hq, s.Lq)           \
+  X(q_pooled, float, s.B, s.Hq, n_q, s.D)      \
+  X(q_similarity, float, s.B, s.Hq, n_q)       \
+  X(lse_shift, float, s.B, s.Hq, s.Lq)         \
+  X(k_codes, int8_t, s.B, s.Hk, s.Lk, s.D)     \
+  X(k_scale, float, s.B, s.Hk, s.Lk)           \
+  X(k_pooled, float, s.B, s.Hk, n_k, s.D)      \
+  X(k_similarity, float, s.B, s.Hk, n_k)       \
+  X(v_codes, int8_t, s.B, s.Hk, s.Lk, s.Dv)    \
+  X(v_scale, float, s.B, s.Hk, n_k, s.Dv)      \
+  X(entry_k_scale, float, s.B, s.Hk, E)        \
+  X(entry_v_scale, float, s.B, s.Hk, (E + kBlockK - 1) / kBlockK, s.Dv) \
+  X(mass, float, s.B, s.Hq, n_q, n_k)
+// The same of an error budget that surveys n rows of a head, measures m, and has S steps of which
+// it measures C. `survey` holds mean, deviation and heaviest; weights are of two kinds.
+#define SPARGE_BUDGET_PLACES(X)                \
+  X(deviation, float, s.B, s.Hq, s.Lq)         \
+  X(energy, float, s.B, s.Hq, s.n_q())         \
+  X(surveyed, int64_t, s.B, s.Hq, n)           \
+  X(survey_weights, double, 2, s.B, s.Hq, n)   \
+  X(dropped, float, s.B, s.Hq, n, S)           \
+  X(survey, double, 3, 2, s.B, s.Hq, S)        \
+  X(drawn, int64_t, s.B, s.Hq, m)              \
+  X(drawn_weights, double, s.B, s.Hq, m)       \
+  X(drawn_dropped, float, s.B, s.Hq, m, C)     \
+  X(skipping, double, s.B, s.Hq, m, C)         \
+  X(total, double, s.B, s.Hq, m, C + 1)        \
+  X(whole, double, s.B, s.Hq, m)               \
+  X(step, int64_t, s.B, s.Hq)
+// clang-format on
+
+// Where it lies. Null: in the memory of the call.
 struct Places {
-  int8_t* kinds = nullptr;  // [1|B, 1|Hq, n_q, n_k]
-  float* sums = nullptr;    // [B, Hk, n_k, D] of keys / 128
-  float* mean = nullptr;    // [B, Hk, D]
-  int8_t* q_codes = nullptr;
-  float *q_scale = nullptr, *q_pooled = nullptr, *q_similarity = nullptr, *lse_shift = nullptr;
-  int8_t* k_codes = nullptr;
-  float *k_scale = nullptr, *k_pooled = nullptr, *k_similarity = nullptr;
-  int8_t* v_codes = nullptr;
-  float* v_scale = nullptr;  // [B, Hk, n_k, Dv]
-  // Pooled entries [B, Hk, entries, D]: codes, or the dtype in which the precision pools.
+#define SPARGE_PLACE(name, type, ...) type* name = nullptr;
+  SPARGE_PLACES(SPARGE_PLACE)
+  SPARGE_BUDGET_PLACES(SPARGE_PLACE)
+#undef SPARGE_PLACE
+  // Pooled entries [B, Hk, E, D]: codes, or the dtype in which the precision pools.
   char *entry_key = nullptr, *entry_value = nullptr;
-  float *entry_k_scale = nullptr, *entry_v_scale = nullptr;
-  float* mass = nullptr;  // [B, Hq, n_q, n_k]
-  // Of an error budget.
-  float *deviation = nullptr, *energy = nullptr;               // [B, Hq, Lq], [B, Hq, n_q]
-  int64_t *surveyed = nullptr, *drawn = nullptr;               // [B, Hq, n], [B, Hq, m]
-  double *survey_weights = nullptr, *drawn_weights = nullptr;  // [2, B, Hq, n], [B, Hq, m]
-  float *dropped = nullptr, *drawn_dropped = nullptr;  // [B, Hq, n, steps], [.., m, measured]
-  double* survey = nullptr;  // [3, 2, B, Hq, steps] mean, deviation, heaviest
-  double *skipping = nullptr, *total = nullptr, *whole = nullptr;
-  int64_t* step = nullptr;  // [B, Hq]
 };
+
+// Product of sizes.
+template <class... Sizes>
+constexpr int64_t numbers_in(Sizes... sizes) {
+  return (int64_t(sizes) * ... * 1);
+}
 
 struct Work {
   Shape shape{};

@@ -262,7 +262,7 @@ def make_run(
     }
     if counted is None:
         return Run.of_captured(known)
-    return Run.of(known, counted.then(lambda x: {**numbers(x), "seconds": watch.seconds()}))
+    return Run.of(known, counted.then(lambda x: {**numbers(x), **watch.times()}))
 
 
 @contextmanager

@@ -137,6 +137,7 @@ class _Work:
         for i, (one, choice) in team.each.items():
             shared = seconds.then(itemgetter(i))
             own = Stopwatch(one, choice, watch.device, recorded=True, shared=shared.value)
+            own.waited = watch.waited / len(team.each)
             if i in done.left:
                 own.choice = current_router().choose_after_plan(plans[i][0], one, choice)
                 self.planned[i] = own
@@ -233,6 +234,7 @@ def _added_up(runs: Sequence[Run]) -> dict[str, Any]:
         "allowed": allowed,
         "pv_skips": sum(run.pv_skips for run in runs),
         "pv_groups": sum(run.pv_groups for run in runs),
+        "waited": sum(run.waited for run in runs),
         "error_by_head": tuple(map(max, zip(*errors, strict=True))) if errors else None,
         "bound_by_head": tuple(map(max, zip(*bounds, strict=True))) if bounds else None,
         "seconds": {name: sum(run.seconds.get(name, 0.0) for run in runs) for name in stages},

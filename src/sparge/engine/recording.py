@@ -18,7 +18,7 @@ from ..support.later import Later
 from ..values.blockplan import BlockPlan, raised_heads
 from ..values.call import BLOCK_Q, Call, block_range, n_blocks
 from ..values.run import Run
-from ..values.stages import by_key_head
+from ..values.stages import WAITED, by_key_head
 
 _collectors: ContextVar[tuple[list[Run], ...]] = ContextVar("sparge_record", default=())
 
@@ -115,6 +115,7 @@ class Stopwatch:
         self.captured = self._accelerator is not None and self._accelerator.capturing()
         self._shared = shared
         self._seconds: dict[str, float] = {}
+        self.waited = 0.0
         self._marks: list[tuple[str, Mark, Mark]] = []
 
     def stage(self, name: str) -> AbstractContextManager[None]:
@@ -124,8 +125,10 @@ class Stopwatch:
 
     def whole(self, seconds: float, workers: Mapping[str, float]) -> None:
         """A call whose stages ran at once: its seconds, divided as its workers' were."""
-        all_workers = sum(workers.values()) or 1.0
-        self._seconds |= {name: seconds * x / all_workers for name, x in workers.items() if x}
+        self.waited = workers[WAITED]
+        spent = {name: x for name, x in workers.items() if x and name != WAITED}
+        every = sum(spent.values()) or 1.0
+        self._seconds |= {name: seconds * x / every for name, x in spent.items()}
 
     def to_host(self, tensors: Mapping[K, Tensor]) -> Later[dict[K, Tensor]]:
         """These small tensors on the host, once the device has come to here."""
@@ -141,6 +144,10 @@ class Stopwatch:
             own[name] = own.get(name, 0.0) + start.elapsed_time(end) / 1e3
         found = {**self._shared(), **own}
         return {**found, "total": sum(found.values())}
+
+    def times(self) -> dict[str, Any]:
+        """As a run holds them."""
+        return {"seconds": self.seconds(), "waited": self.waited}
 
     @contextmanager
     def _marked(self, name: str) -> Iterator[None]:

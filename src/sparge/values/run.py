@@ -78,7 +78,8 @@ class Run:
     routed_to_dense: `auto` sent the call to dense attention; `reason` says why.
     cost_source: the numbers that `auto` chose by: `"measured"` here, the built-in `"estimate"`, or
     `""` where the choice needed none.
-    seconds: time of each stage (prepare, predict, select, attend), and their `total`.
+    seconds: time of each stage (prepare, predict, select, attend), and their `total`. waited: how
+    much of it the end of a native call waited for threads that other programs kept from running.
     kept, allowed: blocks over all heads. pv_skips, pv_groups: row groups x kept blocks that the
     second filter skipped, and all of them; row_group: the rows of such a group.
     parts: of a varlen call, one run for each sequence; of sequences that ran at once, with their
@@ -107,6 +108,7 @@ class Run:
     pv_skips: int
     pv_groups: int
     seconds: dict[str, float] = field(default_factory=dict)
+    waited: float = field(default_factory=float)
     parts: tuple[Run, ...] = ()
     label: str = ""
     # Defaults of numbers are made: one that stood in the class would hide that it is not read yet.
@@ -175,10 +177,17 @@ class Run:
         """Share of the kept PV products that the second filter skipped."""
         return self.pv_skips / self.pv_groups if self.pv_groups else 0.0
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs kept threads of this call from running, for a tenth of its time or
+        more."""
+        return self.waited > 0.1 * self.seconds.get("total", 0.0)
+
     def to_dict(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return plain | {
             "density": self.density,
+            "is_busy": self.is_busy,
             "pv_skipped": self.pv_skipped,
             "recipe": self.recipe.to_dict(),
             "parts": [part.to_dict() for part in self.parts],
@@ -192,6 +201,8 @@ class Run:
         pooled = f" (others pooled by {self.recipe.pool_group})" if pools else ""
         found = f"density {self.density:.3f}{pooled}, pv_skipped {self.pv_skipped:.3f}"
         found += self._measured()
+        if self.is_busy:
+            stages += f" of which {self.waited * 1e3:.1f} waiting for threads: the machine is busy"
         found = "captured in a graph, not counted" if self.captured else f"{found}, ms: {stages}"
         return (
             f"{self.what} {self.call}: {self.backend} ({self.isa}){routed}, {found}; {self.reason}"

@@ -29,6 +29,8 @@ from .tokenmask import TokenMask
 
 STAGES = ("prepare", "predict", "select", "attend")
 """As the seconds of a record name them."""
+WAITED = "waited"
+"""Among the seconds of a whole call: for threads that other programs kept from running."""
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 

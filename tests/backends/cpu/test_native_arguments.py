@@ -231,7 +231,8 @@ def test_tables_and_places_of_a_budget_of_another_number():
     refused(
         "whole budget", "number of masses must be in 1 … 64", budget=[budget[0], steps, *budget[2:]]
     )
-    refused("whole budget", "budget_places must be 13 tensors", budget_places=[torch.empty(3)])
+    refused("whole budget", "deviation must have shape", budget_places=[torch.empty(3)])
+    refused("whole budget", "budget_places must be 13 tensors", budget_places=[])
 
 
 LISTS = ["planned", "planned, raised", "attend", "attend fast", "attend exact", "backward"]

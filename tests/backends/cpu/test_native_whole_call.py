@@ -17,7 +17,7 @@ from sparge.backends.cpu.stages import run_call
 from sparge.engine.check import check_call
 from sparge.routing import Router
 from sparge.values.call import Inputs
-from sparge.values.stages import STAGES, KeptLimit, prepare
+from sparge.values.stages import STAGES, WAITED, KeptLimit, prepare
 from sparge.values.tokenmask import TokenMask
 
 pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason="no native core")
@@ -139,7 +139,8 @@ def test_the_limit_is_where_the_router_turns_to_dense():
 
 def test_seconds_of_all_stages_are_told():
     call, inputs = some_call(Recipe(KeepMass(0.9)))
-    seconds = run_call(call, inputs, timed=True).seconds
+    seconds = dict(run_call(call, inputs, timed=True).seconds)
+    assert seconds.pop(WAITED) >= 0
     assert tuple(seconds) == STAGES
     assert all(x > 0 for x in seconds.values())
     assert run_call(call, inputs).seconds == {}
@@ -179,3 +180,17 @@ def test_every_way_of_a_call_is_one_native_call(monkeypatch, keep):
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     sparge.attention_varlen(*packed, cuts, cuts, **options)
     assert called == ["run"] * 5
+
+
+def test_a_record_says_when_the_machine_was_busy():
+    q, k, v = (torch.randn(1, 2, 700, 32) for _ in range(3))
+    with sparge.record() as runs:
+        sparge.attention(q, k, v, backend="cpu")
+    total = runs[0].seconds["total"]
+    assert 0.0 <= runs[0].waited <= total
+    quiet, busy = (replace(runs[0], waited=share * total) for share in (0.01, 0.5))
+    assert not quiet.is_busy
+    assert "busy" not in str(quiet)
+    assert busy.is_busy
+    assert "waiting for threads: the machine is busy" in str(busy)
+    assert busy.to_dict()["is_busy"]

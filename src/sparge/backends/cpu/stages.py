@@ -26,6 +26,7 @@ from ...values.recipe import (
 )
 from ...values.stages import (
     STAGES,
+    WAITED,
     Attended,
     AttendedCall,
     Gradients,
@@ -44,6 +45,7 @@ from . import library
 
 MASK, PREPARE, PREDICT, SELECT, ATTEND = range(5)
 """The stages of csrc/work.h."""
+TIMED = (*STAGES, WAITED)
 FAR = 2**36
 """Larger than any length: a number of blocks or a place of a token beyond it says the same."""
 
@@ -71,7 +73,7 @@ def run_call(
     if limit is not None:
         fields |= limit._asdict()  # above 0, which would be no limit
     if timed:
-        fields["seconds"] = torch.zeros(len(STAGES), dtype=torch.float64)
+        fields["seconds"] = torch.zeros(len(TIMED), dtype=torch.float64)
     ran = library.ops().run(
         query=query,
         key=inputs.key,
@@ -83,7 +85,7 @@ def run_call(
         **fields,
         isa=library.isa_number(),
     )
-    seconds = dict(zip(STAGES, fields["seconds"].tolist(), strict=True)) if timed else {}
+    seconds = dict(zip(TIMED, fields["seconds"].tolist(), strict=True)) if timed else {}
 
     def make_plan() -> BlockPlan:
         if plan is not None:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import BLOCK_K, BLOCK_Q, Call, Inputs
-from ...values.stages import STAGES, AttendedPack, ChosenSequences
+from ...values.stages import AttendedPack, ChosenSequences
 from ...values.tokenmask import TokenMask
 from . import library
-from .stages import ATTEND, native_facts, native_recipe
+from .stages import ATTEND, TIMED, native_facts, native_recipe
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def attend_packed(
     if call.measures_error:
         measured = torch.empty((len(pack.offsets), 3, call.Hq), dtype=torch.float64)
     attended = query.new_empty(len(pack.offsets), dtype=torch.bool)
-    seconds = query.new_zeros(len(STAGES), dtype=torch.float64)
+    seconds = query.new_zeros(len(TIMED), dtype=torch.float64)
     costs = max((limit[1:] for limit in limits or () if limit), default=(0.0, 1.0))
     library.ops().run(
         query=query,
@@ -96,7 +96,7 @@ def attend_packed(
         isa=library.isa_number(),
     )
     left = () if some is None else _numbers_left(some.numbers, attended)
-    spent = dict(zip(STAGES, seconds.tolist(), strict=True))
+    spent = dict(zip(TIMED, seconds.tolist(), strict=True))
     plans = partial(_plans, call, lists, measured, pack)
     return AttendedPack(out, lse, lambda: list(plans()), left, spent)
 
