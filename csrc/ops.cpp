@@ -92,15 +92,16 @@ bool run_pack(const Kernels& k, const Given& g, WorkReader* reader, Arguments* a
     refuse(
         "a pack needs query, key, value, k_rows, offsets, counts, indices, allowed, out, lse, "
         "pv_skips and attended");
-  const Pack pack(arguments, *g.q_rows, *g.k_rows, *g.offsets, g.is_causal != 0);
-  pack.q.check_within("query", whole.Lq);
-  pack.q.check_apart();
-  pack.k.check_within("key", whole.Lk);
-  const int64_t n = pack.n(), Hq = whole.Hq, n_q = pack.q_blocks.back();
+  const std::vector<Sequence> pack =
+      read_pack(arguments, *g.q_rows, *g.k_rows, *g.offsets, whole.Lq, whole.Lk);
+  const Sequence& end = pack.back();
+  const int64_t n = int64_t(pack.size()), Hq = whole.Hq, last_blocks = blocks_of(end.Lq, kBlockQ);
+  const int64_t n_q = end.q_blocks + last_blocks;
+  const int64_t pairs = end.pairs + last_blocks * blocks_of(end.Lk, kBlockK);
   const double* most = arguments->read<double>("limits", g.limits, {n});
   for (int64_t i = 0; most && i < n; ++i) Arguments::finite("limits", most[i]);
   a.counts = arguments->write<int32_t>("counts", *g.counts, {n_q, Hq});
-  a.indices = arguments->write<int32_t>("indices", *g.indices, {pack.pairs.back(), Hq});
+  a.indices = arguments->write<int32_t>("indices", *g.indices, {pairs, Hq});
   a.allowed = arguments->write<int32_t>("allowed", *g.allowed, {n_q, Hq});
   a.pv_skips = arguments->write<int32_t>("pv_skips", *g.pv_skips, {n_q, Hq});
   a.measured = arguments->write<double>("measured", g.measured, {n, 3, Hq});
@@ -114,26 +115,25 @@ bool run_pack(const Kernels& k, const Given& g, WorkReader* reader, Arguments* a
   // Those with the most to do first: what is left at the end is short.
   std::vector<int64_t> order(static_cast<size_t>(n));
   std::iota(order.begin(), order.end(), 0);
-  auto work = [&](int64_t i) { return pack.q.length(i) * pack.k.length(i); };
+  auto work = [&](int64_t i) { return pack[size_t(i)].Lq * pack[size_t(i)].Lk; };
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t x, int64_t y) { return work(x) > work(y); });
   const int64_t threads = threads_here(g.threads);
   std::vector<std::unique_ptr<Call>> calls;
   for (const int64_t i : order) {
     Work own = a;
-    own.shape = pack.shape(i, Hq, whole.Hk, whole.D, whole.Dv);
-    own.tokens = pack.tokens(i);
-    own.query.data += pack.q.start(i) * a.query.stride_l;
-    own.key.data += pack.k.start(i) * a.key.stride_l;
-    own.value.data += pack.k.start(i) * a.value.stride_l;
+    const Sequence& x = pack[size_t(i)];
+    own.shape.Lq = x.Lq, own.shape.Lk = x.Lk;
+    own.tokens.offset = x.offset;
+    own.query.data += x.q_start * a.query.stride_l;
+    own.key.data += x.k_start * a.key.stride_l;
+    own.value.data += x.k_start * a.value.stride_l;
     own.most_kept = most ? most[i] : 0.0;
-    own.counts = part_of(a.counts, pack.q_blocks, i, Hq);
-    own.indices = part_of(a.indices, pack.pairs, i, Hq);
-    own.allowed = part_of(a.allowed, pack.q_blocks, i, Hq);
-    own.pv_skips = part_of(a.pv_skips, pack.q_blocks, i, Hq);
+    own.counts += x.q_blocks * Hq, own.allowed += x.q_blocks * Hq;
+    own.pv_skips += x.q_blocks * Hq, own.indices += x.pairs * Hq;
     if (a.measured) own.measured += i * 3 * Hq;
-    own.out += pack.q.start(i) * a.out_stride_l;
-    own.lse += pack.q.start(i);
+    own.out += x.q_start * a.out_stride_l;
+    own.lse += x.q_start;
     calls.push_back(std::make_unique<Call>(k, own, threads, seconds != nullptr));
   }
   Calls job(std::move(calls));
