@@ -52,9 +52,11 @@ struct Given {
   }
 };
 
-// Keyword arguments only, each with a default.
-constexpr const char* kRunSchema = "run(*, " SPARGE_ARGUMENTS(
-    SPARGE_SCHEMA_IN, SPARGE_SCHEMA_OUT, SPARGE_SCHEMA_INT, SPARGE_SCHEMA_FLOAT) "int[] shape, Tensor[]? budget=None, Tensor[]? budget_places=None, int isa) -> bool";
+// Each has a default. Python passes all by position (library.py), because torch makes a Python
+// string of every name that it looks up.
+constexpr const char* kRunSchema = "run(" SPARGE_ARGUMENTS(
+    SPARGE_SCHEMA_IN, SPARGE_SCHEMA_OUT, SPARGE_SCHEMA_INT, SPARGE_SCHEMA_FLOAT) "int[] shape=[], Tensor[]? budget=None, "
+    "Tensor[]? budget_places=None, int isa=-1) -> bool";
 
 class WorkReader {
  public:

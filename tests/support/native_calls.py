@@ -61,20 +61,22 @@ def call_of(recipe: Recipe, given: Inputs) -> Any:
 def passed(run: Callable[[], object], number: int = -1) -> dict[str, Any]:
     """The arguments of the last native call of a function, or of another one."""
     found: list[dict[str, Any]] = []
-    ops = native.ops()
+    ops, run_op, backward_op = native.ops(), native.run, native.ops().backward
+    names = [argument.name for argument in backward_op.default._schema.arguments]
 
     class Watched:
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            op = getattr(ops, name)
-            names = [argument.name for argument in op.default._schema.arguments]
+        def backward(self, *given: Any) -> None:
+            found.append({"op": "backward"} | dict(zip(names, given, strict=True)))
+            backward_op(*given)
 
-            def call(*given: Any, **named: Any) -> Any:
-                found.append({"op": name} | dict(zip(names, given, strict=False)) | named)
-                return op(*given, **named)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ops, name)
 
-            return call
+    def watched(**fields: Any) -> bool:
+        found.append({"op": "run", "isa": native.isa_number()} | fields)
+        return run_op(**fields)
 
-    with mock.patch.object(native, "ops", Watched):
+    with mock.patch.object(native, "ops", Watched), mock.patch.object(native, "run", watched):
         run()
     return {name: x for name, x in found[number].items() if x is not None}
 

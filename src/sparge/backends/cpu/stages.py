@@ -74,7 +74,7 @@ def run_call(
         fields |= limit._asdict()  # above 0, which would be no limit
     if timed:
         fields["seconds"] = torch.zeros(len(TIMED), dtype=torch.float64)
-    ran = library.ops().run(
+    ran = library.run(
         query=query,
         key=inputs.key,
         value=inputs.value,
@@ -83,7 +83,6 @@ def run_call(
         **native_facts(call),
         **native_recipe(call.recipe, call.Hq, call.is_causal),
         **fields,
-        isa=library.isa_number(),
     )
     seconds = dict(zip(TIMED, fields["seconds"].tolist(), strict=True)) if timed else {}
 
@@ -149,8 +148,7 @@ def sum_keys(key: Tensor) -> Tensor:
     """fp32 `[B, Hk, n_k, D]`, of rows scaled by 1 / 128, so that a sum of finite rows is finite."""
     B, Hk, Lk, D = key.shape
     sums = torch.empty((B, Hk, n_blocks(Lk, BLOCK_K), D), dtype=torch.float32)
-    shape, isa = [B, Hk, Hk, 0, Lk, D, D], library.isa_number()
-    library.ops().run(shape=shape, first=PREPARE, last=PREPARE, key=key, sums=sums, isa=isa)
+    library.run(shape=[B, Hk, Hk, 0, Lk, D, D], first=PREPARE, last=PREPARE, key=key, sums=sums)
     return sums
 
 
@@ -216,14 +214,13 @@ def block_kinds(tokens: TokenMask) -> Tensor:
     assert mask is not None
     (B, H), n_q, n_k = mask.shape[:2], n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
     kinds = torch.empty((B, H, n_q, n_k), dtype=torch.int8)
-    library.ops().run(
+    library.run(
         shape=[B, H, H, tokens.Lq, tokens.Lk, 1, 1],
         last=MASK,
         mask=mask,
         kinds=kinds,
         is_causal=tokens.is_causal,
         offset=tokens.offset,
-        isa=library.isa_number(),
     )
     return kinds
 
@@ -291,14 +288,13 @@ def _budget_tables() -> list[Tensor]:
 
 def _prepare(call: Call, shape: list[int], **fields: Any) -> None:
     recipe = call.recipe
-    library.ops().run(
+    library.run(
         shape=shape,
         first=PREPARE,
         last=PREPARE,
         precision=PRECISIONS.index(recipe.precision),
         pool_group=recipe.pool_group if recipe.pools else 0,
         softmax_scale=call.scale,
-        isa=library.isa_number(),
         **fields,
     )
 
@@ -318,7 +314,7 @@ def _stage(number: int, call: Call, prepared: Prepared, tokens: TokenMask, **fie
         recipe["pool_group"] = 0
     elif number != PREDICT:
         fields |= _entry_fields(keys.entries)
-    library.ops().run(
+    library.run(
         first=number,
         last=number,
         query=queries.own if isinstance(q, QTensor) else q,
@@ -334,7 +330,6 @@ def _stage(number: int, call: Call, prepared: Prepared, tokens: TokenMask, **fie
         **native_facts(call),
         **recipe,
         **fields,
-        isa=library.isa_number(),
     )
 
 

@@ -74,7 +74,7 @@ def attend_packed(
     attended = query.new_empty(len(pack.offsets), dtype=torch.bool)
     seconds = query.new_zeros(len(TIMED), dtype=torch.float64)
     costs = max((limit[1:] for limit in limits or () if limit), default=(0.0, 1.0))
-    library.ops().run(
+    library.run(
         query=query,
         key=inputs.key,
         value=inputs.value,
@@ -93,7 +93,6 @@ def attend_packed(
         lse=lse,
         attended=attended,
         seconds=seconds,
-        isa=library.isa_number(),
     )
     left = () if some is None else _numbers_left(some.numbers, attended)
     spent = dict(zip(TIMED, seconds.tolist(), strict=True))
