@@ -90,7 +90,8 @@ class WorkReader {
     if (g.kinds && !g.mask) refuse("kinds must be None without a mask");
     const int64_t n_q = s.n_q(), n_k = s.n_k(), mask_b = w.mask_b, mask_h = w.mask_h;
     const int64_t E = w.pool_group ? blocks_of(s.Lk, w.pool_group) : 0;
-#define SPARGE_PLACE(name, type, ...) w.places.name = a.write<type>(#name, g.name, {__VA_ARGS__});
+#define SPARGE_PLACE(name, type, stage, ...) \
+  w.places.name = a.place<type>(#name, g.name, {__VA_ARGS__}, w.runs(Stage::stage));
     SPARGE_PLACES(SPARGE_PLACE)
 #undef SPARGE_PLACE
     const Dtype pooled = w.precision == Precision::exact ? Dtype::f32 : w.value.dtype;
@@ -98,9 +99,10 @@ class WorkReader {
                                     w.quantized() ? Dtype::i8 : pooled);
     w.places.entry_value = place_rows("entry_value", g.entry_value, {s.B, s.Hk, E, s.Dv},
                                       w.fast() ? Dtype::i8 : pooled);
-    w.counts = a.write<int32_t>("counts", g.counts, {s.B, s.Hq, n_q});
-    w.indices = a.write<int32_t>("indices", g.indices, {s.B, s.Hq, n_q, n_k});
-    w.allowed = a.write<int32_t>("allowed", g.allowed, {s.B, s.Hq, n_q});
+    const bool selects = w.runs(Stage::select);
+    w.counts = a.place<int32_t>("counts", g.counts, {s.B, s.Hq, n_q}, selects);
+    w.indices = a.place<int32_t>("indices", g.indices, {s.B, s.Hq, n_q, n_k}, selects);
+    w.allowed = a.place<int32_t>("allowed", g.allowed, {s.B, s.Hq, n_q}, selects);
     w.pv_skips = a.write<int32_t>("pv_skips", g.pv_skips, {s.B, s.Hq, n_q});
     w.measured = a.write<double>("measured", g.measured, {3, s.B, s.Hq});
     w.lse = a.write<float>("lse", g.lse, {s.B, s.Hq, s.Lq});
@@ -125,7 +127,7 @@ class WorkReader {
   char* place_rows(const char* name, const MaybeTensor& x, const Sizes& sizes, Dtype needed) {
     if (!x) return nullptr;
     Dtype dtype;
-    char* data = a.write_rows(name, *x, sizes, &dtype);
+    char* data = a.place_rows(name, *x, sizes, &dtype, w.runs(Stage::prepare));
     if (dtype != needed) refuse(name, " must have the dtype in which the precision pools");
     return data;
   }

@@ -130,14 +130,20 @@ class Arguments {
   T* write(const char* name, const MaybeTensor& x, const Sizes& sizes) {
     return x ? write<T>(name, *x, sizes) : nullptr;
   }
-  // Contiguous rows in any dtype of numbers or codes.
-  char* write_rows(const char* name, const Tensor& x, const Sizes& sizes, Dtype* type) {
+  // Data that one stage writes and later ones read.
+  template <class T>
+  T* place(const char* name, const MaybeTensor& x, const Sizes& sizes, bool written) {
+    return x ? static_cast<T*>(contiguous(name, *x, kScalarType<T>, sizes, written)) : nullptr;
+  }
+  // The same of rows in any dtype of numbers or codes.
+  char* place_rows(const char* name, const Tensor& x, const Sizes& sizes, Dtype* type,
+                   bool written) {
     *type = dtype(name, x);
-    return static_cast<char*>(contiguous(name, x, x.scalar_type(), sizes, true));
+    return static_cast<char*>(contiguous(name, x, x.scalar_type(), sizes, written));
   }
   // An output in one of the caller's float dtypes.
   char* write_floats(const char* name, const Tensor& x, const Sizes& sizes, Dtype* type) {
-    char* data = write_rows(name, x, sizes, type);
+    char* data = place_rows(name, x, sizes, type, true);
     if (*type == Dtype::i8) refuse(name, " must be float32, bfloat16 or float16, got int8");
     return data;
   }

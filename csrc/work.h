@@ -32,27 +32,27 @@ struct BudgetSteps {
   int64_t n_rows = 0;
 };
 
-// What stages leave for later ones: name, type and sizes, in terms of a shape `s`, its `n_q` and
-// `n_k`, a mask's `mask_b` and `mask_h`, and `E` pooled entries.
+// What stages leave for later ones: name, type, the stage that makes it, and sizes, in terms of a
+// shape `s`, its `n_q` and `n_k`, a mask's `mask_b` and `mask_h`, and `E` pooled entries.
 // clang-format off
-#define SPARGE_PLACES(X)                       \
-  X(kinds, int8_t, mask_b, mask_h, n_q, n_k)   \
-  X(sums, float, s.B, s.Hk, n_k, s.D) /* of keys / 128 */ \
-  X(mean, float, s.B, s.Hk, s.D)               \
-  X(q_codes, int8_t, s.B, s.Hq, s.Lq, s.D)     \
-  X(q_scale, float, s.B, s.Hq, s.Lq)           \
-  X(q_pooled, float, s.B, s.Hq, n_q, s.D)      \
-  X(q_similarity, float, s.B, s.Hq, n_q)       \
-  X(lse_shift, float, s.B, s.Hq, s.Lq)         \
-  X(k_codes, int8_t, s.B, s.Hk, s.Lk, s.D)     \
-  X(k_scale, float, s.B, s.Hk, s.Lk)           \
-  X(k_pooled, float, s.B, s.Hk, n_k, s.D)      \
-  X(k_similarity, float, s.B, s.Hk, n_k)       \
-  X(v_codes, int8_t, s.B, s.Hk, s.Lk, s.Dv)    \
-  X(v_scale, float, s.B, s.Hk, n_k, s.Dv)      \
-  X(entry_k_scale, float, s.B, s.Hk, E)        \
-  X(entry_v_scale, float, s.B, s.Hk, (E + kBlockK - 1) / kBlockK, s.Dv) \
-  X(mass, float, s.B, s.Hq, n_q, n_k)
+#define SPARGE_PLACES(X) \
+  X(kinds, int8_t, mask, mask_b, mask_h, n_q, n_k) \
+  X(sums, float, prepare, s.B, s.Hk, n_k, s.D) /* of keys / 128 */ \
+  X(mean, float, prepare, s.B, s.Hk, s.D) \
+  X(q_codes, int8_t, prepare, s.B, s.Hq, s.Lq, s.D) \
+  X(q_scale, float, prepare, s.B, s.Hq, s.Lq) \
+  X(q_pooled, float, prepare, s.B, s.Hq, n_q, s.D) \
+  X(q_similarity, float, prepare, s.B, s.Hq, n_q) \
+  X(lse_shift, float, prepare, s.B, s.Hq, s.Lq) \
+  X(k_codes, int8_t, prepare, s.B, s.Hk, s.Lk, s.D) \
+  X(k_scale, float, prepare, s.B, s.Hk, s.Lk) \
+  X(k_pooled, float, prepare, s.B, s.Hk, n_k, s.D) \
+  X(k_similarity, float, prepare, s.B, s.Hk, n_k) \
+  X(v_codes, int8_t, prepare, s.B, s.Hk, s.Lk, s.Dv) \
+  X(v_scale, float, prepare, s.B, s.Hk, n_k, s.Dv) \
+  X(entry_k_scale, float, prepare, s.B, s.Hk, E) \
+  X(entry_v_scale, float, prepare, s.B, s.Hk, (E + kBlockK - 1) / kBlockK, s.Dv) \
+  X(mass, float, predict, s.B, s.Hq, n_q, n_k)
 // The same of an error budget that surveys n rows of a head, measures m, and has S steps of which
 // it measures C. `survey` holds mean, deviation and heaviest; weights are of two kinds.
 #define SPARGE_BUDGET_PLACES(X)                \

@@ -1,6 +1,6 @@
-"""A backend of your own: the reference's stages, with the heads attended in a pool of threads.
+"""A backend of your own: the reference's stages, with query blocks attended in a pool of threads.
 
-Run the conformance suite on it: PYTHONPATH=examples pytest -p custom_backend -k headwise tests
+Run the conformance suite on it: PYTHONPATH=examples pytest -p custom_backend -k blockwise tests
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +11,11 @@ import torch
 import sparge
 from sparge.backends.reference import REFERENCE
 from sparge.backends.reference import stages as reference
+from sparge.values.call import BLOCK_Q
 from sparge.values.stages import Attended
 
 
-class Heads:
+class Blocks:
     """The stages and the gradient, as `sparge.values.stages.Stages` describes them."""
 
     prepare_keys = staticmethod(reference.prepare_keys)
@@ -24,27 +25,31 @@ class Heads:
 
     @staticmethod
     def attend(call, prepared, plan, tokens):
-        group = call.Hq // call.Hk
-
         @torch.no_grad()  # of each thread its own
-        def attend_key_head(h_k):
-            queries, keys = slice(h_k * group, (h_k + 1) * group), slice(h_k, h_k + 1)
+        def attend_block(i):
+            start = i * BLOCK_Q
+            rows = slice(start, min(start + BLOCK_Q, call.Lq))
+            place = {"Lq": rows.stop - start, "offset": call.offset + start}
+            mask = tokens.attn_mask
+            if mask is not None and mask.shape[2] > 1:
+                mask = mask[:, :, rows]
             lists = {
-                name: getattr(plan, name)[:, queries] for name in ("counts", "indices", "allowed")
+                name: getattr(plan, name)[:, :, i : i + 1]
+                for name in ("counts", "indices", "allowed")
             }
-            recipe = call.recipe.heads(queries.start, queries.stop)
-            small = replace(call, Hq=group, Hk=1, recipe=recipe)
-            part = replace(plan, **lists, measured=None)
-            own = prepared.heads(keys, queries)
-            return reference.attend(small, own, part, tokens.heads(queries))
+            return reference.attend(
+                replace(call, **place),
+                replace(prepared, queries=prepared.queries.blocks(i, i + 1)),
+                replace(plan, **lists, **place, measured=None),
+                replace(tokens, **place, attn_mask=mask, kinds=None),
+            )
 
         with ThreadPoolExecutor() as pool:
-            done = list(pool.map(attend_key_head, range(call.Hk)))
-        names = ("out", "lse", "pv_skips")
-        return Attended(*(torch.cat([getattr(part, name) for part in done], 1) for name in names))
+            done = list(pool.map(attend_block, range(call.n_q)))
+        return Attended(*(torch.cat(parts, 2) for parts in zip(*done, strict=True)))
 
 
 slow = sparge.FixedCost(False, "written to be read; dense attention is faster")
 sparge.register_backend(
-    sparge.Backend("headwise", "reference by heads", Heads, REFERENCE.refusal, slow)
+    sparge.Backend("blockwise", "reference by blocks", Blocks, REFERENCE.refusal, slow)
 )

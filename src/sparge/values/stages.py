@@ -112,23 +112,12 @@ class Pooled:
     value: Tensor | QTensor
     group: int
 
-    def heads(self, keys: slice) -> Pooled:
-        """Some key heads."""
-        return Pooled(cut_heads(self.key, keys), cut_heads(self.value, keys), self.group)
-
 
 def group_means(x: Tensor, group: int) -> Tensor:
     """Mean of each `group` rows, fp32 (fp64 for fp64 inputs); 0 where it is not finite."""
     x = x.to(work_dtype(x.dtype))
     means = mean_over_rows(in_blocks(x, -2, group), block_sizes(x.shape[2], group, x.device))
     return means.nan_to_num(0.0, 0.0, 0.0)
-
-
-def cut_heads(x: Tensor | QTensor, heads: slice) -> Tensor | QTensor:
-    """Some heads of a tensor, without a copy of its numbers."""
-    if not isinstance(x, QTensor):
-        return x[:, heads]
-    return replace(x, codes=x.codes[:, heads], scale=x.scale[:, heads].contiguous())
 
 
 def finite_rows(x: Tensor | QTensor) -> Tensor:
@@ -208,21 +197,6 @@ class Prepared:
 
     queries: PreparedQueries
     keys: PreparedKeys
-
-    def heads(self, keys: slice, queries: slice) -> Prepared:
-        """Some key heads and their query heads, to attend."""
-        own, shift, entries = self.keys, self.queries.lse_shift, self.keys.entries
-        return Prepared(
-            PreparedQueries(
-                cut_heads(self.queries.rows, queries),
-                lse_shift=None if shift is None else shift[:, queries].contiguous(),
-            ),
-            PreparedKeys(
-                cut_heads(own.key, keys),
-                cut_heads(own.value, keys),
-                entries=None if entries is None else entries.heads(keys),
-            ),
-        )
 
 
 def prepare(

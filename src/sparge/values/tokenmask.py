@@ -6,7 +6,7 @@ excluded, mixed or open. Nothing of size Lq x Lk is allocated; a mask keeps the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,14 +39,6 @@ class TokenMask:
     def diagonal(self) -> TokenMask:
         """The same without the caller's mask."""
         return TokenMask(self.Lq, self.Lk, self.is_causal, self.offset)
-
-    def heads(self, queries: slice) -> TokenMask:
-        """Some query heads."""
-        mask, kinds = self.attn_mask, self.kinds
-        if mask is None or mask.shape[1] == 1:
-            return self
-        kinds = None if kinds is None else kinds[:, queries].contiguous()
-        return replace(self, attn_mask=mask[:, queries], kinds=kinds)
 
     def region(
         self, b: int, h: int, rows: Index, cols: Index, device: torch.device

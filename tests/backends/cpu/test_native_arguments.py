@@ -22,7 +22,14 @@ LENGTH, OFFSET = 2**36, 2**40
 STRIDED = ("query", "key", "value", "mask", "grad_out")
 RUNS = [case for case in CASES if case != "backward"]
 # Sizes that nothing else in the call fixes.
-FREE = {("queries", 6), ("kinds", 1), ("kinds", 5), ("kinds", 6)}
+FREE = {
+    ("queries", 6),
+    ("predict", 6),
+    ("predict rows", 6),
+    ("kinds", 1),
+    ("kinds", 5),
+    ("kinds", 6),
+}
 WHOLE = ["whole", "whole budget", "pack"]
 
 

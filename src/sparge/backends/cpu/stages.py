@@ -307,7 +307,9 @@ def _stage(number: int, call: Call, prepared: Prepared, tokens: TokenMask, **fie
         fields |= {"q_codes": q.codes.contiguous(), "q_scale": q.scale.contiguous()}
     if isinstance(k, QTensor):
         fields |= {"k_codes": k.codes.contiguous(), "k_scale": k.scale.contiguous()}
-    if isinstance(v, QTensor):
+    # Without a value, planning has the key in its place.
+    reads_v = number == ATTEND or call.measures_error
+    if isinstance(v, QTensor) and reads_v:
         fields |= {"v_codes": v.codes.contiguous(), "v_scale": v.scale.contiguous()}
     recipe = dict(native_recipe(call.recipe, call.Hq, call.is_causal))
     if keys.entries is None:
@@ -319,7 +321,7 @@ def _stage(number: int, call: Call, prepared: Prepared, tokens: TokenMask, **fie
         last=number,
         query=queries.own if isinstance(q, QTensor) else q,
         key=keys.own_key if isinstance(k, QTensor) else k,
-        value=keys.own_value if isinstance(v, QTensor) else v,
+        value=keys.own_value if isinstance(v, QTensor) else v if reads_v else None,
         mask=tokens.attn_mask,
         kinds=tokens.kinds,
         q_pooled=queries.pooled,
