@@ -27,7 +27,10 @@ class Outputs:
         self.kept, self.head, self.cache = kept, head, cache
 
     def rows(self, start: int, stop: int | None = None) -> Tensor:
-        part = self.kept[start:stop]
+        return self.at(slice(start, stop))
+
+    def at(self, rows: slice | Tensor) -> Tensor:
+        part = self.kept[rows]
         return part if self.head is None else self.head(part)
 
 
@@ -79,14 +82,12 @@ def compare(dense: Outputs, sparge: Outputs, ids: Tensor) -> Comparison:
     parts: list[list[Tensor]] = [[], [], [], []]
     for start in range(0, len(targets), ROWS):
         stop = min(start + ROWS, len(targets))
-        p = F.log_softmax(dense.rows(start, stop).float(), -1)
-        q = F.log_softmax(sparge.rows(start, stop).float(), -1)
+        p, q = (F.log_softmax(x.rows(start, stop).float(), -1) for x in (dense, sparge))
         wanted = targets[start:stop, None]
         numbers = (
             -p.gather(1, wanted)[:, 0],
             -q.gather(1, wanted)[:, 0],
-            # Rounding can make the divergence of equal distributions slightly negative.
-            F.kl_div(q, p, log_target=True, reduction="none").sum(-1).clamp(min=0),
+            _kl(p, q),
             p.argmax(-1) == q.argmax(-1),
         )
         for part, number in zip(parts, numbers, strict=True):
@@ -99,12 +100,11 @@ def divergence(dense: Outputs, sparge: Outputs, rows: Tensor) -> Tensor:
     """KL(dense ‖ sparge) of some rows, fp64; cheaper than `compare`, which takes them all."""
     parts = []
     for some in rows.split(ROWS):
-        p, q = (
-            F.log_softmax(
-                (each.kept[some] if each.head is None else each.head(each.kept[some])).float(), -1
-            )
-            for each in (dense, sparge)
-        )
-        kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1).clamp(min=0)
-        parts.append(kl.double().cpu())
+        p, q = (F.log_softmax(x.at(some).float(), -1) for x in (dense, sparge))
+        parts.append(_kl(p, q).double().cpu())
     return torch.cat(parts)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Rounding can make the divergence of equal distributions slightly negative."""
+    return F.kl_div(q, p, log_target=True, reduction="none").sum(-1).clamp(min=0)

@@ -40,12 +40,16 @@ class Text:
 
     def window(self, length: int, i: int = 0) -> Tensor:
         """[1, length] tokens. Windows are spread over the text; window i is always the same."""
+        return self.window_at(spread(i), length)[0]
+
+    def window_at(self, share: float, length: int) -> tuple[Tensor, int]:
+        """[1, length] tokens from a place in the text on, 0 to 1, and the number of their first."""
         own = length - len(self.prefix)
         spare = len(self.tokens) - own
         if spare < 0:
             raise ValueError(_too_short(self, length))
-        start = round(spread(i) * spare)
-        return torch.tensor([[*self.prefix, *self.tokens[start : start + own]]])
+        start = round(share * spare)
+        return torch.tensor([[*self.prefix, *self.tokens[start : start + own]]]), start
 
 
 def spread(i: int) -> float:

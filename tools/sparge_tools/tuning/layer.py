@@ -65,6 +65,11 @@ class ScoredBlock:
         kept = kept[: len(self.sums)]
         return ScoredBlock(self.outputs[kept], self.sums[kept], self.maxima[kept], self.truth)
 
+    def errors(self, kept: Tensor) -> Tensor:
+        """Output - truth `[sets, rows, Dv]`, for each set of kept key blocks `[sets, n_k]`."""
+        chosen = kept[:, : len(self.sums)].to(self.sums.dtype)
+        return _errors(chosen, self.outputs, self.sums, self.truth)
+
 
 @dataclass(frozen=True)
 class ScoredHead:
@@ -296,8 +301,7 @@ def within(
         for block, own in zip(head.blocks, sets, strict=True):
             if not len(alive):
                 return alive, worst
-            chosen = own[alive, : len(block.sums)].to(block.sums.dtype)
-            wrong += _wrong(chosen, block.outputs, block.sums, block.truth)
+            wrong += _wrong(block.errors(own[alive]))
             fits = wrong <= bound * head.right
             alive, worst, wrong = alive[fits], worst[fits], wrong[fits]
         # A head that gives nothing at all has nothing to get wrong.
@@ -305,16 +309,21 @@ def within(
     return alive, worst
 
 
-def _wrong(kept: Tensor, outputs: Tensor, sums: Tensor, truth: Tensor) -> Tensor:
-    """Σ|output - truth| for each set of kept blocks, `[…, sets]`; rows without mass are zeros.
+def _errors(kept: Tensor, outputs: Tensor, sums: Tensor, truth: Tensor) -> Tensor:
+    """Output - truth for each set of kept blocks, `[…, sets, rows, Dv]`; rows without mass are 0.
 
     kept `[…, sets, n]`, outputs `[…, n, rows, Dv]`, sums `[…, n, rows]`, truth `[…, rows, Dv]`.
     """
     row_sum = kept @ sums
     out = (kept @ outputs.flatten(-2)).unflatten(-1, truth.shape[-2:])
     out /= row_sum.masked_fill_(row_sum == 0, 1.0).unsqueeze(-1)
+    return out.sub_(truth.unsqueeze(-3))
+
+
+def _wrong(errors: Tensor) -> Tensor:
+    """Σ|error| of each set."""
     # fp32 adds a row of an output well enough; asked for fp64, torch would copy all of it first.
-    return out.sub_(truth.unsqueeze(-3)).abs_().sum(-1).double().sum(-1)
+    return errors.abs_().sum(-1).double().sum(-1)
 
 
 def find_pv_ladder(
@@ -331,7 +340,12 @@ def find_pv_ladder(
         for block, own in zip(head.blocks, kept, strict=True):
             block = block.only(own)
             skip = pv_skips(block.maxima, PV_SKIPS)
-            wrong += _wrong_with_pv(block, skip)
+            # All groups of rows at once; the tail of a last group is zeros, which are right.
+            outputs = split_blocks(block.outputs, -2, ROW_GROUP).transpose(0, 1)
+            sums = split_blocks(block.sums, -1, ROW_GROUP).transpose(0, 1)
+            truth = split_blocks(block.truth, -2, ROW_GROUP)
+            run = (~skip).to(sums.dtype).permute(2, 0, 1)
+            wrong += _wrong(_errors(run, outputs, sums, truth)).sum(0)
             skipped += skip.sum((1, 2))
             groups += skip[0].numel()
         errors = torch.maximum(errors, wrong / head.right if head.right else wrong)
@@ -359,15 +373,6 @@ def pv_skips(maxima: Tensor, thresholds: Sequence[float]) -> Tensor:
     nearest = split_blocks(gap, -1, ROW_GROUP, fill=math.inf).amin(-1)
     limit = torch.tensor(thresholds, dtype=gap.dtype, device=gap.device)[:, None, None]
     return nearest >= limit
-
-
-def _wrong_with_pv(block: ScoredBlock, skip: Tensor) -> Tensor:
-    """Σ|output - truth| for every threshold of the second filter; all groups of rows at once."""
-    kept = (~skip).to(block.sums.dtype).permute(2, 0, 1)
-    # The tail of a last group is rows of zeros, which are right as they are.
-    outputs = split_blocks(block.outputs, -2, ROW_GROUP).transpose(0, 1)
-    sums = split_blocks(block.sums, -1, ROW_GROUP).transpose(0, 1)
-    return _wrong(kept, outputs, sums, split_blocks(block.truth, -2, ROW_GROUP)).sum(0)
 
 
 PREDICTORS = ("mean", "blend")

@@ -9,16 +9,17 @@ Parts (layers, or the heads of one) are independent, and the changes that they c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparge import Backend, KeepMass, Recipe, accelerate
+from sparge import Backend, Recipe, accelerate
+from sparge.models import Layers
 from sparge.routing import AUTO, DENSE
 from sparge.values.profile import RECIPE_FIELDS, HeadSettings, LayerSettings
 from sparge.values.recipe import heads_of
@@ -28,8 +29,6 @@ from .layer import MASSES as SEARCHED
 from .layer import CaptureScorer, LayerScorer, ScoredHead, kept_sets
 from .output_measure import Measure, OutputState
 from .tracing import Inputs, inputs_digest
-
-Part = TypeVar("Part", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,6 @@ class Option:
     def __post_init__(self) -> None:
         if not (0.0 <= self.kept < math.inf and 0.0 <= self.change < math.inf):
             raise ValueError(f"kept and change must be finite and at least 0, got {self}")
-
-
-@dataclass(frozen=True)
-class Step:
-    """From one option of a part to its next sparser one."""
-
-    part: Hashable
-    option: int
-    change: float
 
 
 def hull(options: Sequence[Option]) -> list[int]:
@@ -76,36 +66,39 @@ def _rate(options: Sequence[Option], a: int, b: int) -> float:
     return (options[b].change - options[a].change) / (options[a].kept - options[b].kept)
 
 
-def steps_of(parts: Mapping[Part, Sequence[Option]]) -> tuple[dict[Part, int], list[Step]]:
-    """The option of each part with the least change, and all steps from there, cheapest first."""
-    first: dict[Part, int] = {}
-    steps: list[tuple[float, Step]] = []
-    for part, options in parts.items():
-        if not options:
-            raise ValueError(f"every part needs at least one option, {part!r} has none")
-        corners = hull(options)
-        first[part] = corners[0]
-        for a, b in pairwise(corners):
-            step = Step(part, b, options[b].change - options[a].change)
-            steps.append((_rate(options, a, b), step))
-    # A stable sort keeps the steps of one part in order, since their rates rise.
-    return first, [step for _, step in sorted(steps, key=lambda each: each[0])]
+Parts = Mapping[Any, Sequence[Option]]
 
 
-def allocate(parts: Mapping[Part, Sequence[Option]], target: float) -> dict[Part, int]:
+def allocate(parts: Parts, target: float) -> dict[Any, int]:
     """The option of each part: as few blocks as steps from the cheapest on reach within the target.
 
     The sum of the changes is at most the target, unless the least possible change exceeds it. A
     larger target contains every step of a smaller one, so it never keeps more blocks.
     """
-    chosen, steps = steps_of(parts)
-    spent = sum(parts[part][i].change for part, i in chosen.items())
-    for step in steps:
-        if spent + step.change > target:
-            break
-        spent += step.change
-        chosen[step.part] = step.option  # type: ignore[index]
-    return chosen
+    return next(allocations(parts, [target]))[0]
+
+
+def allocations(parts: Parts, targets: Iterable[float]) -> Iterator[tuple[dict[Any, int], float]]:
+    """`allocate` for ascending targets, each with the sum of its changes."""
+    chosen, steps = {}, []
+    for part, options in parts.items():
+        if not options:
+            raise ValueError(f"every part needs at least one option, {part!r} has none")
+        corners = hull(options)
+        chosen[part] = corners[0]
+        for a, b in pairwise(corners):
+            change = options[b].change - options[a].change
+            steps.append((_rate(options, a, b), part, b, change))
+    # A stable sort keeps the steps of one part in order, since their rates rise.
+    steps.sort(key=lambda step: step[0])
+    spent, done = sum(parts[part][i].change for part, i in chosen.items()), 0
+    for target in targets:
+        while done < len(steps) and spent + steps[done][-1] <= target:
+            _, part, option, change = steps[done]
+            chosen[part] = option
+            spent += change
+            done += 1
+        yield dict(chosen), spent
 
 
 MASSES = (*SEARCHED, 1.0)
@@ -138,13 +131,8 @@ class HeadCurves:
     allowed: Any
 
     def __add__(self, other: HeadCurves) -> HeadCurves:
-        return HeadCurves(*(_sum(a, vars(other)[name]) for name, a in vars(self).items()))
-
-
-def _sum(a: Any, b: Any) -> Any:
-    if isinstance(a, list):
-        return [_sum(x, y) for x, y in zip(a, b, strict=True)]
-    return a + b
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return HeadCurves(*(torch.tensor(x, dtype=torch.float64).sum(0).tolist() for x in pairs))
 
 
 def curves_of(captures: Sequence[Capture], recipe: Recipe, backend: Backend) -> HeadCurves:
@@ -169,11 +157,7 @@ def _curve(
     wrong = torch.zeros(len(masses), dtype=torch.float64)
     right = torch.zeros((), dtype=torch.float64)
     for block, own in zip(head.blocks, kept, strict=True):
-        sets = own[:, : len(block.sums)].to(block.sums.dtype)
-        row_sum = sets @ block.sums
-        out = (sets @ block.outputs.flatten(1)).unflatten(1, block.truth.shape)
-        out /= row_sum.masked_fill_(row_sum == 0, 1.0).unsqueeze(-1)
-        wrong += out.sub_(block.truth).square_().sum((1, 2)).double().cpu()
+        wrong += block.errors(own).square_().sum((1, 2)).double().cpu()
         right += block.truth.square().sum().double().cpu()
     return wrong, kept.sum((0, 2)).double().cpu(), right, head.may.sum().double().cpu()
 
@@ -183,22 +167,13 @@ def levels_of(curves: HeadCurves, errors: Sequence[float] = ERRORS) -> list[Leve
 
     The error of 8 bits is in the curves; what a level adds to it counts.
     """
-    options = {
-        h: [
-            Option(kept, max(wrong - curves.wrong[h][-1], 0.0))
-            for kept, wrong in zip(curves.kept[h], curves.wrong[h], strict=True)
-        ]
-        for h in range(len(curves.kept))
-    }
-    chosen, steps = steps_of(options)
+    options = [
+        [Option(k, max(w - wrong[-1], 0.0)) for k, w in zip(kept, wrong, strict=True)]
+        for kept, wrong in zip(curves.kept, curves.wrong, strict=True)
+    ]
     right, allowed = sum(curves.right), sum(curves.allowed)
     levels = [Level(0.0, (1.0,) * len(options), 1.0)]
-    spent, done = 0.0, 0
-    for error in errors:
-        while done < len(steps) and spent + steps[done].change <= error**2 * right:
-            spent += steps[done].change
-            chosen[steps[done].part] = steps[done].option  # type: ignore[index]
-            done += 1
+    for chosen, spent in allocations(dict(enumerate(options)), [e**2 * right for e in errors]):
         masses = tuple(MASSES[i] for i in chosen.values())
         if masses != levels[-1].masses:
             kept = sum(options[h][i].kept for h, i in chosen.items())
@@ -206,26 +181,12 @@ def levels_of(curves: HeadCurves, errors: Sequence[float] = ERRORS) -> list[Leve
     return levels
 
 
-def even_levels(curves: HeadCurves) -> list[Level]:
-    """Levels of one mass for all heads, to compare with."""
-    right, allowed = sum(curves.right), sum(curves.allowed)
-    levels = []
-    for i, mass in reversed(list(enumerate(MASSES))):
-        wrong = sum(max(row[i] - row[-1], 0.0) for row in curves.wrong)
-        density = sum(row[i] for row in curves.kept) / max(allowed, 1)
-        levels.append(Level((wrong / right) ** 0.5, (mass,) * len(curves.kept), density))
-    return levels
-
-
-Levels = Mapping[str, Sequence[Level]]
-Layers = Iterable[str] | Callable[[str], bool] | None
-
-
 @dataclass(frozen=True)
 class TunedModel:
     """What measuring a model needs: itself, its attention layers, and what runs in them.
 
     recipe: all but how much is kept. backend: the name of a sparse one, or AUTO to choose it.
+    state: results so far. step: called after every step, with what it was.
     """
 
     model: nn.Module
@@ -234,10 +195,8 @@ class TunedModel:
     recipe: Recipe
     backend: str = AUTO
     blocks: int = BLOCKS
-
-    def settings(self, masses: Sequence[float], *, is_causal: bool) -> LayerSettings:
-        """One layer with a mass for each head."""
-        return settings_of(self.recipe, masses, is_causal=is_causal)
+    state: OutputState = field(default_factory=OutputState)
+    step: Callable[[str], None] = lambda what: None
 
 
 def settings_of(recipe: Recipe, masses: Sequence[float], *, is_causal: bool) -> LayerSettings:
@@ -258,11 +217,6 @@ def attention_layers(model: nn.Module, layers: Layers = None) -> tuple[str, ...]
         return tuple(each.name for each in handle.report().layers if each.recipe is not None)
 
 
-def base_recipe(recipe: Recipe) -> Recipe:
-    """How much it keeps is what is tuned."""
-    return replace(recipe, keep=KeepMass())
-
-
 @dataclass(frozen=True)
 class ScoredLayer:
     """The curves of a layer's heads, and how its attention is called. backend: a sparse one."""
@@ -274,27 +228,20 @@ class ScoredLayer:
     def __add__(self, other: ScoredLayer) -> ScoredLayer:
         return replace(self, curves=self.curves + other.curves)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "curves": vars(self.curves)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ScoredLayer:
-        return cls(**{**data, "curves": HeadCurves(**data["curves"])})
+    @cached_property
+    def levels(self) -> list[Level]:
+        return levels_of(self.curves)
 
 
-def score_layers(
-    tuned: TunedModel, inputs: Sequence[Inputs], state: OutputState, step: Callable[[str], None]
-) -> dict[str, ScoredLayer]:
+def score_layers(tuned: TunedModel, inputs: Sequence[Inputs]) -> dict[str, ScoredLayer]:
     """Every layer that the inputs reach, scored on all of them."""
     found: dict[str, ScoredLayer] = {}
     for given in inputs:
         digest = inputs_digest(given)[:12]
-        one = state.get(f"curves {digest}")
-        if one is None:
-            one = state.put(f"curves {digest}", _score(tuned, given))
-        step(f"scored input {digest}")
+        one = tuned.state.once(f"curves {digest}", partial(_score, tuned, given))
+        tuned.step(f"scored input {digest}")
         for name, data in one.items():
-            layer = ScoredLayer.from_dict(data)
+            layer = ScoredLayer(**{**data, "curves": HeadCurves(**data["curves"])})
             found[name] = found[name] + layer if name in found else layer
     return found
 
@@ -319,11 +266,4 @@ def _score(tuned: TunedModel, given: Inputs) -> dict[str, Any]:
             f"inputs must be longer than one token: no attention of "
             f"{type(tuned.model).__name__} ran through sparge"
         )
-    return {name: layer.to_dict() for name, layer in found.items()}
-
-
-def levels_of_layers(
-    layers: Mapping[str, ScoredLayer], of: Callable[[HeadCurves], list[Level]] = levels_of
-) -> Levels:
-    """The levels of every layer from its curves, everything kept first."""
-    return {name: of(layer.curves) for name, layer in layers.items()}
+    return {name: asdict(layer) for name, layer in found.items()}

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ from sparge.support.atomic_files import replace_file
 from sparge.support.json_text import parse_json, read_json_text
 
 from ..evaluate.logits import Outputs, compare, divergence, outputs_of, splits
-from .tracing import Inputs, as_arguments
+from .tracing import Inputs, moved_to
 
 ROWS = 1024
 """Positions of a text at which the sensitivity is measured, evenly spread."""
@@ -31,21 +30,14 @@ CHUNK = 512
 KL, PERPLEXITY, RELATIVE_L2 = "kl", "perplexity", "relative_l2"
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A mean over held-out data with its standard error."""
-
-    mean: float
-    error: float
-
-    @property
-    def upper(self) -> float:
-        """One standard error above: what a target is compared with."""
-        return self.mean + self.error
-
-
 class Measure(Protocol):
-    """What is measured of one kind of model. Both methods run the model as it is at the moment."""
+    """What is measured of one kind of model, which runs as it is at the moment.
+
+    judged: the figure that a target is compared with; its standard error is `…_error`.
+    """
+
+    model: nn.Module
+    judged: str
 
     def run(self, given: Inputs) -> Any:
         """The output on one input."""
@@ -59,9 +51,6 @@ class Measure(Protocol):
     def figures(self, parts: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         """What is told of held-out inputs, from all of their parts."""
 
-    def judged(self, figures: Mapping[str, Any]) -> Figure:
-        """The figure that the target is compared with."""
-
     def sum_for(self, target: float) -> float:
         """The sum of changes that a target allows, if they add up."""
 
@@ -70,7 +59,8 @@ class LanguageMeasure:
     """Next-token distributions of a causal language model. judge: `KL` or `PERPLEXITY`."""
 
     def __init__(self, model: nn.Module, judge: str = KL, rows: int = ROWS) -> None:
-        self.model, self.judge, self.rows = model, judge, rows
+        self.model, self.rows = model, rows
+        self.judged = "kl" if judge == KL else "relative"
         self._split: bool | None = None
 
     def run(self, given: Inputs) -> Outputs:
@@ -109,31 +99,22 @@ class LanguageMeasure:
             "tokens": int(n),
         }
 
-    def judged(self, figures: Mapping[str, Any]) -> Figure:
-        name = "kl" if self.judge == KL else "relative"
-        return Figure(figures[name], figures[f"{name}_error"])
-
     def sum_for(self, target: float) -> float:
         # If the text were drawn from the model itself, its loss would rise by the divergence.
-        return target if self.judge == KL else math.log1p(target)
+        return target if self.judged == "kl" else math.log1p(target)
 
 
 class DenoiserMeasure:
     """The output tensor of a denoiser: squared relative L2 per input; the target is its root."""
 
-    judge = RELATIVE_L2
+    judged = RELATIVE_L2
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def run(self, given: Inputs) -> Tensor:
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        moved = {
-            name: x.to(device) if isinstance(x, Tensor) else x
-            for name, x in as_arguments(given).items()
-        }
         with torch.inference_mode():
-            return output_tensor(self.model(**moved)).float().cpu()
+            return output_tensor(self.model(**moved_to(self.model, given))).float().cpu()
 
     def change(self, dense: Tensor, sparse: Tensor, given: Inputs) -> float:
         return float((sparse - dense).square().sum() / dense.square().sum())
@@ -145,9 +126,6 @@ class DenoiserMeasure:
         mean = sum(part["change"] for part in parts) / len(parts)
         error = _standard_error(parts, "change")
         return {RELATIVE_L2: mean, f"{RELATIVE_L2}_error": error, "inputs": len(parts)}
-
-    def judged(self, figures: Mapping[str, Any]) -> Figure:
-        return Figure(figures[RELATIVE_L2], figures[f"{RELATIVE_L2}_error"])
 
     def sum_for(self, target: float) -> float:
         return target * target
@@ -164,17 +142,6 @@ def output_tensor(output: Any) -> Tensor:
     if not values or not isinstance(values[0], Tensor):
         raise TypeError(f"the model must return a tensor first, got {type(output).__name__}")
     return values[0]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and back."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _tokens(given: Inputs, model: nn.Module) -> Tensor:
@@ -203,27 +170,26 @@ class OutputState:
     asked: what every result depends on. The target is not part of it: a file serves any target.
     """
 
-    def __init__(self, path: Path | None, asked: dict[str, Any]) -> None:
-        self.path, self.asked = path, json.loads(json.dumps(asked))
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, asked: Mapping[str, Any] | None = None
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self.asked = json.loads(json.dumps(asked or {}))
         self._results: dict[str, Any] = {}
-        if path is not None and path.is_file():
-            self._results = self._read(path)
+        if self.path is not None and self.path.is_file():
+            self._results = self._read(self.path)
 
-    def get(self, key: str) -> Any:
-        """The result of a key, or None."""
-        return self._results.get(key)
+    def once(self, key: str, measure: Callable[[], Any]) -> Any:
+        """The result of a key, measured if it is not known; it is on disk when this returns.
 
-    def put(self, key: str, result: Any) -> Any:
-        """Keep a result; it is on disk when this returns. Returns it as it would be read."""
-        self._results[key] = json.loads(json.dumps(result))
-        if self.path is not None:
-            data = {"format": FORMAT, "asked": self.asked, "results": self._results}
-            replace_file(self.path, f"{json.dumps(data)}\n".encode())
+        It comes as it would be read.
+        """
+        if key not in self._results:
+            self._results[key] = json.loads(json.dumps(measure()))
+            if self.path is not None:
+                data = {"format": FORMAT, "asked": self.asked, "results": self._results}
+                replace_file(self.path, f"{json.dumps(data)}\n".encode())
         return self._results[key]
-
-    def delete(self) -> None:
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:

@@ -14,29 +14,27 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from sparge import DEFAULT, KeepMass, Profile, Recipe, __version__, accelerate
+from sparge.models import Layers
 from sparge.routing import AUTO
 from sparge.values.profile import HeadSettings, LayerSettings, fingerprint
 
 from .capture import BLOCKS, stamp
 from .layer import NO_GAIN
 from .levels import (
-    Layers,
-    Levels,
     Option,
     ScoredLayer,
     TunedModel,
     allocate,
     attention_layers,
-    base_recipe,
-    levels_of_layers,
     score_layers,
+    settings_of,
 )
 from .output_measure import (
     KL,
@@ -46,10 +44,9 @@ from .output_measure import (
     LanguageMeasure,
     Measure,
     OutputState,
-    evaluating,
 )
-from .sensitivity import INPUTS, layer_options, measure_sensitivity
-from .tracing import Inputs, as_arguments, inputs_digest
+from .sensitivity import layer_options, measure_sensitivity
+from .tracing import Inputs, evaluating, inputs_digest, timestep_of
 
 CHECKS = 7
 """Allocations that are run on the held-out inputs at most."""
@@ -61,28 +58,34 @@ LEAST, MOST, TRIES = 1e-3, 1e4, 40
 
 @dataclass(frozen=True)
 class Checked:
-    """One allocation on the held-out inputs. settings: with measured densities and errors."""
+    """One allocation on the held-out inputs. settings: with measured densities and errors.
+
+    judged: of the figures, the mean that the target is for, and its standard error.
+    """
 
     options: Mapping[str, int]
     settings: Mapping[str, LayerSettings]
     figures: Mapping[str, Any]
     density: float
+    judged: tuple[float, float] = (math.nan, math.nan)
+
+    @property
+    def upper(self) -> float:
+        """One standard error above the mean: what a target is compared with."""
+        return sum(self.judged)
 
 
 @dataclass
 class Verifier:
     """Runs allocations on held-out inputs; dense outputs are kept in memory, results in the state.
 
-    layers: what `score_layers` found; levels: theirs, numbered from 1 on as options, of which 0
+    layers: what `score_layers` found; their levels are numbered from 1 on as options, of which 0
     is the layer's own dense attention.
     """
 
     tuned: TunedModel
     held_out: Sequence[Inputs]
     layers: Mapping[str, ScoredLayer]
-    levels: Levels
-    state: OutputState
-    step: Callable[[str], None] = lambda what: None
     _dense: dict[str, Any] = field(default_factory=dict)
 
     def check(self, options: Mapping[str, int]) -> Checked:
@@ -91,8 +94,7 @@ class Verifier:
         profile = Profile(settings, fingerprint(self.tuned.model), None, default=self.tuned.recipe)
         each = self._on_every_input(json.dumps(profile.to_dict()["layers"]), profile=profile)
         measured = {name: _measured(settings[name], name, each) for name in settings}
-        checked = self._summary(each)
-        return replace(checked, options=dict(options), settings=measured)
+        return replace(self._summary(each), options=dict(options), settings=measured)
 
     def everything_kept(self) -> Checked:
         """Nothing skipped: what the precision alone does."""
@@ -100,18 +102,19 @@ class Verifier:
         return self._summary(self._on_every_input("everything kept", recipe=recipe))
 
     def settings_of(self, name: str, option: int) -> LayerSettings:
-        masses = self.levels[name][max(option - 1, 0)].masses
-        settings = self.tuned.settings(masses, is_causal=self.layers[name].is_causal)
+        layer = self.layers[name]
+        masses = layer.levels[max(option - 1, 0)].masses
+        settings = settings_of(self.tuned.recipe, masses, is_causal=layer.is_causal)
         return settings if option else replace(settings, heads=(HeadSettings(),) * len(masses))
 
     def _on_every_input(self, which: str, **given: Any) -> list[dict[str, Any]]:
         choice = hashlib.sha256(which.encode()).hexdigest()[:12]
-        each = []
-        for one in self.held_out:
-            key = f"check {choice} {inputs_digest(one)[:12]}"
-            found = self.state.get(key)
-            each.append(self.state.put(key, self._run(one, given)) if found is None else found)
-        return each
+        return [
+            self.tuned.state.once(
+                f"check {choice} {inputs_digest(one)[:12]}", partial(self._run, one, given)
+            )
+            for one in self.held_out
+        ]
 
     def _run(self, given: Inputs, settings: Mapping[str, Any]) -> dict[str, Any]:
         model, measure, digest = self.tuned.model, self.tuned.measure, inputs_digest(given)
@@ -131,11 +134,12 @@ class Verifier:
         return {"density": kept / max(allowed, 1), "parts": parts, "heads": heads}
 
     def _summary(self, each: Sequence[Mapping[str, Any]]) -> Checked:
-        figures = self.tuned.measure.figures([part for one in each for part in one["parts"]])
+        measure = self.tuned.measure
+        figures = measure.figures([part for one in each for part in one["parts"]])
         density = sum(one["density"] for one in each) / len(each)
-        judged = self.tuned.measure.judged(figures)
-        self.step(f"density {density:.3f}: {judged.mean:.5f} ± {judged.error:.5f}")
-        return Checked({}, {}, figures, density)
+        mean, error = figures[measure.judged], figures[f"{measure.judged}_error"]
+        self.tuned.step(f"density {density:.3f}: {mean:.5f} ± {error:.5f}")
+        return Checked({}, {}, figures, density, (mean, error))
 
 
 def _measured(
@@ -238,17 +242,19 @@ def tune_output(
     check_target(judge, target)
     assert target is not None
     check_disjoint(inputs, held_out)
-    tuned = TunedModel(
-        model,
+    tuned = _tuned_model(
         LanguageMeasure(model, judge),
-        attention_layers(model, layers),
-        base_recipe(recipe),
-        backend,
+        inputs,
+        held_out,
+        recipe,
+        layers,
         blocks,
+        backend,
+        state,
+        done,
     )
-    kept = OutputState(None if state is None else Path(state), request_of(tuned, inputs, held_out))
     with evaluating(model), torch.inference_mode():
-        checked, how = tune_inputs(tuned, inputs, held_out, target, kept, done)
+        checked, how = tune_inputs(tuned, inputs, held_out, target)
     found = {"measure": judge, "target": target, **how}
     return make_profile(tuned, checked.settings, found, name=name, about=about)
 
@@ -259,64 +265,72 @@ def check_target(judge: str, target: Any) -> None:
         raise ValueError(f"{what} must be a number greater than 0 and less than 1, got {target!r}")
 
 
-def check_disjoint(inputs: Sequence[Inputs], held_out: Sequence[Inputs]) -> None:
-    if not inputs or len(held_out) < 2:
+def check_counts(name: str, given: Sequence[Any], held_out: Sequence[Any]) -> None:
+    if not given or len(held_out) < 2:
         raise ValueError(
-            f"inputs needs at least 1 and held_out at least 2, for a standard error; got "
-            f"{len(inputs)} and {len(held_out)}"
+            f"{name} needs at least 1 and held_out at least 2, for a standard error; got "
+            f"{len(given)} and {len(held_out)}"
         )
+
+
+def check_disjoint(inputs: Sequence[Inputs], held_out: Sequence[Inputs]) -> None:
+    check_counts("inputs", inputs, held_out)
     if {*map(inputs_digest, inputs)} & {*map(inputs_digest, held_out)}:
         raise ValueError("held_out must be other inputs than those to calibrate on; one is in both")
 
 
-def request_of(
-    tuned: TunedModel, inputs: Sequence[Inputs], held_out: Sequence[Inputs]
-) -> dict[str, Any]:
-    """All that a measured result depends on; the target is not among it."""
-    dtype = next((str(p.dtype) for p in tuned.model.parameters()), "")
-    return {
-        "model": fingerprint(tuned.model).weights,
-        "dtype": dtype,
-        "layers": list(tuned.names),
-        "recipe": tuned.recipe.to_dict(),
-        "blocks": tuned.blocks,
-        "backend": tuned.backend,
+def _tuned_model(
+    measure: Measure,
+    inputs: Sequence[Inputs],
+    held_out: Sequence[Inputs],
+    recipe: Recipe,
+    layers: Layers,
+    blocks: int,
+    backend: str,
+    state: State,
+    done: Step,
+) -> TunedModel:
+    """The model with its layers; opens the state of its results."""
+    model, base = measure.model, replace(recipe, keep=KeepMass())
+    names = attention_layers(model, layers)
+    # All that a measured result depends on; the target is not among it.
+    asked = {
+        "model": fingerprint(model).weights,
+        "dtype": next((str(p.dtype) for p in model.parameters()), ""),
+        "layers": list(names),
+        "recipe": base.to_dict(),
+        "blocks": blocks,
+        "backend": backend,
         "inputs": [inputs_digest(each) for each in inputs],
         "held_out": [inputs_digest(each) for each in held_out],
         "sparge": __version__,
     }
+    known = OutputState(state, asked)
+    return TunedModel(model, measure, names, base, backend, blocks, known, done)
 
 
 def steps_in_all(layers: int, inputs: int) -> int:
     """How often `done` is called at most, for a progress bar."""
-    return inputs + min(inputs, INPUTS) * layers + CHECKS
+    return inputs + layers + CHECKS
 
 
 def tune_inputs(
-    tuned: TunedModel,
-    inputs: Sequence[Inputs],
-    held_out: Sequence[Inputs],
-    target: float,
-    state: OutputState,
-    step: Step,
+    tuned: TunedModel, inputs: Sequence[Inputs], held_out: Sequence[Inputs], target: float
 ) -> tuple[Checked, dict[str, Any]]:
     """Score, measure, allocate, verify and scale: the settings found, and how, for the profile."""
-    layers = score_layers(tuned, inputs, state, step)
-    levels = levels_of_layers(layers)
-    sensitivities = measure_sensitivity(tuned, inputs, layers, levels, state, step)
-    options = layer_options(layers, levels, sensitivities)
-    verifier = Verifier(tuned, held_out, layers, levels, state, step)
-    measure = tuned.measure
+    layers = score_layers(tuned, inputs)
+    sensitivities = measure_sensitivity(tuned, inputs[0], layers)
+    options = layer_options(layers, sensitivities)
+    verifier = Verifier(tuned, held_out, layers)
+    first = tuned.measure.sum_for(target)
     best = scale_to_target(
-        options,
-        verifier.check,
-        lambda found: measure.judged(found.figures).upper,
-        target=target,
-        first=measure.sum_for(target),
+        options, verifier.check, lambda found: found.upper, target=target, first=first
     )
     if best is None or best.density > NO_GAIN:
         raise TargetNotMet(_why_not(verifier, target, best))
-    chosen = {name: levels[name][i - 1].error if i else 0.0 for name, i in best.options.items()}
+    chosen = {
+        name: layers[name].levels[i - 1].error if i else 0.0 for name, i in best.options.items()
+    }
     provenance = {
         "held_out": {
             **best.figures,
@@ -338,18 +352,16 @@ def tune_inputs(
 
 def _why_not(verifier: Verifier, target: float, best: Checked | None) -> str:
     """The figures that stand against a target."""
-    measure: Measure = verifier.tuned.measure
-    kept = verifier.everything_kept()
-    alone = measure.judged(kept.figures)
-    precision = verifier.tuned.recipe.precision
+    alone = verifier.everything_kept()
+    (mean, error), precision = alone.judged, verifier.tuned.recipe.precision
     met = "" if best is None else f"; it is met at density {best.density:.3f} at the least"
     way_out = f"raise the target, or take another precision than {precision!r}"
     if alone.upper <= target / 2:
         way_out = "raise the target, or verify on more held-out text"
     return (
         f"the target {target:g} cannot be met by sparse attention on the held-out inputs{met}. "
-        f"With everything kept, precision {precision!r} alone gives {alone.mean:.3g} ± "
-        f"{alone.error:.2g}. {way_out}"
+        f"With everything kept, precision {precision!r} alone gives {mean:.3g} ± {error:.2g}. "
+        f"{way_out}"
     )
 
 
@@ -419,21 +431,15 @@ def tune_denoiser(
                 f"bands need one input and two held-out inputs each; noise {band[0]:g} to "
                 f"{band[1]:g} has {len(mine[band])} and {len(others[band])}"
             )
-    tuned = TunedModel(
-        model,
-        DenoiserMeasure(model),
-        attention_layers(model, layers),
-        base_recipe(recipe),
-        backend,
-        blocks,
+    tuned = _tuned_model(
+        DenoiserMeasure(model), inputs, held_out, recipe, layers, blocks, backend, state, done
     )
-    kept = OutputState(None if state is None else Path(state), request_of(tuned, inputs, held_out))
     checked: dict[Band, Checked] = {}
     told_bands = []
     with evaluating(model), torch.inference_mode():
         for band in bands:
             try:
-                found = tune_inputs(tuned, mine[band], others[band], max_change, kept, done)
+                found = tune_inputs(tuned, mine[band], others[band], max_change)
             except TargetNotMet as why:
                 told = f"noise {band[0]:g} to {band[1]:g}: {why}"
                 raise TargetNotMet(told) from None
@@ -449,10 +455,10 @@ def levels_of_noise(
 ) -> list[float]:
     """A noise level for each input, as given or as its timestep says."""
     if levels is None:
-        stated = [as_arguments(given).get("timestep") for given in inputs]
-        if any(level is None for level in stated):
+        stated = [timestep_of(given) for given in inputs]
+        levels = [level for level in stated if level is not None]
+        if len(levels) < len(stated):
             raise ValueError(f"{argument} must be given: the inputs have no argument timestep")
-        levels = [float(torch.as_tensor(x, dtype=torch.float64).mean()) for x in stated]
     if len(levels) != len(inputs):
         raise ValueError(
             f"{argument} needs one for each of {len(inputs)} inputs, got {len(levels)}"

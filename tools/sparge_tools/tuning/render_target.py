@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
@@ -39,7 +39,7 @@ from .capture import stamp
 from .layer import NO_GAIN
 from .levels import settings_of
 from .output_measure import OutputState
-from .output_target import State, Step, TargetNotMet
+from .output_target import State, Step, TargetNotMet, check_counts
 from .tracing import chosen_layers, inputs_digest
 
 PSNR = METRICS[0]
@@ -117,24 +117,23 @@ class Renderer:
 
     def level(self, mass: float, dense_first: float, seeds: Sequence[int]) -> Level:
         """A level on every prompt and seed."""
-        settings = replace(
-            self.settings,
-            recipe=replace(self.base, keep=KeepMass(mass)),
-            schedule=Schedule(dense_first=dense_first),
-        )
+        recipe = replace(self.base, keep=KeepMass(mass))
+        settings = replace(self.settings, recipe=recipe, schedule=Schedule(dense_first=dense_first))
         words = f"mass {mass:g} dense_first {dense_first:g}"
         found = self._on_all(words, settings, seeds, figures=(PSNR,))
-        density = mean(each["density"] for each in found)
-        level_psnr = mean(each[PSNR] for each in found)
+        level_psnr, density = (mean(each[of] for each in found) for of in (PSNR, "density"))
         return Level(mass, dense_first, level_psnr, density)
 
     def verify(self, profile: Profile, level: Level, seeds: Sequence[int]) -> Verified:
         """A profile as its users run it, on held-out seeds."""
-        schedule = Schedule(dense_first=level.dense_first)
-        settings = replace(self.settings, profile=profile, schedule=schedule, layers=None)
-        settings = replace(settings, measure_error=True)
-        words = f"profile of {level.words}"
-        found = self._on_all(words, settings, seeds, figures=METRICS)
+        settings = replace(
+            self.settings,
+            profile=profile,
+            schedule=Schedule(dense_first=level.dense_first),
+            layers=None,
+            measure_error=True,
+        )
+        found = self._on_all(f"profile of {level.words}", settings, seeds, figures=METRICS)
         each = [one[PSNR] for one in found]
         figures = {
             **{name: mean(one[name] for one in found) for name in METRICS},
@@ -143,70 +142,61 @@ class Renderer:
             "density": mean(one["density"] for one in found),
             "renders": len(found),
         }
-        heads, errors = (
-            {
-                layer: [one[what][layer] for one in found if layer in one[what]]
-                for layer in dict.fromkeys(layer for one in found for layer in one[what])
-            }
-            for what in ("heads", "errors")
-        )
-        return Verified(
-            figures,
-            {layer: [mean(of) for of in zip(*runs, strict=True)] for layer, runs in heads.items()},
-            {layer: [max(of) for of in zip(*runs, strict=True)] for layer, runs in errors.items()},
-        )
+        density = _over_runs([one["heads"] for one in found], mean)
+        return Verified(figures, density, _over_runs([one["errors"] for one in found], max))
 
     def _on_all(
         self, words: str, settings: Settings, seeds: Sequence[int], figures: Sequence[str]
     ) -> list[dict[str, Any]]:
-        found = []
-        for i, given in enumerate(self.given):
-            for seed in seeds:
-                key = f"{words} prompt {i} seed {seed}"
-                one = self.state.get(key)
-                if one is None:
-                    one = self.state.put(key, self._measure(settings, i, seed, figures))
-                    self.step(f"{words}, seed {seed}: {one[PSNR]:.2f} dB, {given.caption}")
-                found.append(one)
-        return found
+        return [
+            self.state.once(
+                f"{words} prompt {i} seed {seed}",
+                partial(self._measure, words, settings, i, seed, figures),
+            )
+            for i in range(len(self.given))
+            for seed in seeds
+        ]
 
     def _measure(
-        self, settings: Settings, i: int, seed: int, figures: Sequence[str]
+        self, words: str, settings: Settings, i: int, seed: int, figures: Sequence[str]
     ) -> dict[str, Any]:
-        dense = self._dense_frames(i, seed)
+        if (i, seed) not in self._dense:
+            self._dense[i, seed] = self._frames(i, seed)
+        dense = self._dense[i, seed]
         with settings.accelerate(self.pipe) as handle:
-            sparse = render(self.pipe, self.given[i].arguments, seed)
+            sparse = self._frames(i, seed)
             report = handle.report()
-        if sparse.why_no_frames:
-            raise ValueError(f"min_psnr needs pictures: {sparse.why_no_frames}")
         if tuple(figures) == (PSNR,):
-            pairs = zip(dense, sparse.frames, strict=True)
+            pairs = zip(dense, sparse, strict=True)
             told = {PSNR: mean_of([psnr(one, other) for one, other in pairs])}
         else:
-            told = compare_pictures(dense, sparse.frames)
+            told = compare_pictures(dense, sparse)
+        best = min(told[PSNR], BEST_PSNR)
+        self.step(f"{words}, seed {seed}: {best:.2f} dB, {self.given[i].caption}")
+        heads = {layer.name: layer.density_by_head for layer in report.layers}
+        errors = {layer.name: layer.error_by_head for layer in report.layers}
         return {
             **{name: told[name] for name in figures},
-            PSNR: min(told[PSNR], BEST_PSNR),
+            PSNR: best,
             "density": report.density,
-            "heads": {
-                layer.name: list(layer.density_by_head)
-                for layer in report.layers
-                if layer.density_by_head
-            },
-            "errors": {
-                layer.name: list(layer.error_by_head)
-                for layer in report.layers
-                if layer.error_by_head
-            },
+            "heads": {layer: list(of) for layer, of in heads.items() if of},
+            "errors": {layer: list(of) for layer, of in errors.items() if of},
         }
 
-    def _dense_frames(self, i: int, seed: int) -> Any:
-        if (i, seed) not in self._dense:
-            done = render(self.pipe, self.given[i].arguments, seed)
-            if done.why_no_frames:
-                raise ValueError(f"min_psnr needs pictures: {done.why_no_frames}")
-            self._dense[i, seed] = done.frames
-        return self._dense[i, seed]
+    def _frames(self, i: int, seed: int) -> Any:
+        done = render(self.pipe, self.given[i].arguments, seed)
+        if done.why_no_frames:
+            raise ValueError(f"min_psnr needs pictures: {done.why_no_frames}")
+        return done.frames
+
+
+def _over_runs(
+    runs: Sequence[Mapping[str, Sequence[float]]], of: Callable[[Sequence[float]], float]
+) -> dict[str, list[float]]:
+    """A figure of every head by layer, over the runs that have the layer."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    each = {name: [run[name] for run in runs if name in run] for name in names}
+    return {name: [of(head) for head in zip(*rows, strict=True)] for name, rows in each.items()}
 
 
 MASSES = (0.99, 0.97, 0.95, 0.92, 0.88, 0.82, 0.75, 0.65, 0.5)
@@ -248,7 +238,9 @@ def tune_renders(
     applies with it. Raises `TargetNotMet` if nothing sparse meets the bound.
     """
     check_psnr(min_psnr)
-    _check_seeds(seeds, held_out)
+    check_counts("seeds", seeds, held_out)
+    if both := {*seeds} & {*held_out}:
+        raise ValueError(f"held_out must be other seeds than those to search on; {both} is in both")
     shares = _distinct(_ladder("dense_first", dense_first), (call or {}).get("num_inference_steps"))
     ladders = _ladder("masses", masses, least=0.0)[::-1], shares
     if (call or {}).get("output_type") == LATENT:
@@ -268,7 +260,7 @@ def tune_renders(
         "backend": backend,
         "sparge": __version__,
     }
-    kept = OutputState(None if state is None else Path(state), asked)
+    kept = OutputState(state, asked)
     how = Settings(order=order, layers=layers, backend=backend)
     renderer = Renderer(pipe, given, base, how, kept, done)
     with quiet_bars(pipe), torch.no_grad():
@@ -313,16 +305,6 @@ def check_psnr(min_psnr: Any) -> None:
     number = isinstance(min_psnr, int | float) and not isinstance(min_psnr, bool)
     if not number or not 0.0 < min_psnr < 100.0:
         raise ValueError(f"min_psnr must be a number of dB between 0 and 100, got {min_psnr!r}")
-
-
-def _check_seeds(seeds: Sequence[int], held_out: Sequence[int]) -> None:
-    if not seeds or len(held_out) < 2:
-        raise ValueError(
-            f"seeds needs at least 1 and held_out at least 2, for a standard error; got "
-            f"{len(seeds)} and {len(held_out)}"
-        )
-    if both := {*seeds} & {*held_out}:
-        raise ValueError(f"held_out must be other seeds than those to search on; {both} is in both")
 
 
 def _ladder(name: str, values: Sequence[float], least: float = -1.0) -> list[float]:

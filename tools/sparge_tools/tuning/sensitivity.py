@@ -1,8 +1,8 @@
 """How far each layer's attention error moves the model's output, measured one layer at a time.
 
-For each input: a dense run, then each layer alone sparse at a few levels. A change in one layer
-leaves everything before it as it was, so the blocks before it return what they returned in the
-dense run: that takes half the time. Every result goes to the state as soon as it is there.
+A dense run of one input, then each layer alone sparse at a few levels. A change in one layer leaves
+everything before it as it was, so the blocks before it return what they returned in the dense run:
+that takes half the time. Every result goes to the state as soon as it is there.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
 from sparge import accelerate
 
-from .levels import Level, Levels, Option, ScoredLayer, TunedModel
-from .output_measure import OutputState
+from .levels import Level, Option, ScoredLayer, TunedModel, settings_of
 from .tracing import Inputs, inputs_digest
 
 
@@ -46,11 +47,8 @@ class Prefix:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._outputs = (
-            [found[i] for i in range(len(found))]
-            if set(found) == {*range(len(self.blocks))}
-            else []
-        )
+        whole = len(found) == len(self.blocks)
+        self._outputs = [found[i] for i in range(len(found))] if whole else []
 
     @contextmanager
     def before(self, name: str) -> Iterator[None]:
@@ -68,9 +66,6 @@ class Prefix:
                     del block.forward
                 else:
                     block.forward = forward
-
-    def forget(self) -> None:
-        self._outputs = []
 
 
 def _blocks(model: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], dict[str, int]]:
@@ -97,9 +92,6 @@ def _blocks(model: nn.Module, names: Sequence[str]) -> tuple[list[nn.Module], di
 ANCHORS = (0.0, 0.1, 0.35)
 """Errors of a layer's attention at which the model's output is measured; the change between them
 is taken as proportional to the squared error. At 0 everything is kept: that is the precision."""
-INPUTS = 1
-"""Inputs on which it is measured. One text has thousands of positions, and an allocation depends
-little on an error of some per cent in the sensitivities; the scores are of all inputs."""
 SAME = 1e-9
 """Changes below this are those of no change at all."""
 
@@ -114,9 +106,7 @@ class Sensitivity:
     def change_at(self, error: float) -> float:
         """Beyond what everything kept changes; linear in the squared error."""
         x = [e * e for e in self.errors]
-        y = [max(change - self.changes[0], 0.0) for change in self.changes]
-        for i in range(1, len(y)):
-            y[i] = max(y[i], y[i - 1])
+        y = list(accumulate((max(c - self.changes[0], 0.0) for c in self.changes), max))
         at, last = error * error, len(x) - 1
         for i in range(1, len(x)):
             if at <= x[i] or i == last:
@@ -136,36 +126,25 @@ def anchor_levels(levels: Sequence[Level]) -> list[Level]:
 
 
 def measure_sensitivity(
-    tuned: TunedModel,
-    inputs: Sequence[Inputs],
-    layers: Mapping[str, ScoredLayer],
-    levels: Levels,
-    state: OutputState,
-    step: Callable[[str], None],
+    tuned: TunedModel, given: Inputs, layers: Mapping[str, ScoredLayer]
 ) -> dict[str, Sensitivity]:
-    """Every layer alone at its anchor levels, averaged over the first of the inputs."""
-    inputs = inputs[:INPUTS]
-    anchors = {name: anchor_levels(each) for name, each in levels.items()}
-    prefix = Prefix(tuned.model, tuned.names)
-    sums: dict[str, list[float]] = {name: [0.0] * len(each) for name, each in anchors.items()}
-    for given in inputs:
-        digest, dense = inputs_digest(given)[:12], None
-        for name, few in anchors.items():
-            for i, level in enumerate(few):
-                key = f"change {digest} {name} {level.error:.6f}"
-                change = state.get(key)
-                if change is None:
-                    if dense is None:
-                        dense = _dense_run(tuned, prefix, given)
-                    change = _change_of(tuned, prefix, given, dense, name, layers[name], level)
-                    change = state.put(key, change)
-                sums[name][i] += change / len(inputs)
-            step(f"measured {name} on input {digest}")
-        prefix.forget()
-    return {
-        name: Sensitivity(tuple(level.error for level in each), tuple(sums[name]))
-        for name, each in anchors.items()
-    }
+    """Every layer alone at its anchor levels, on one input.
+
+    One text has thousands of positions, and an allocation depends little on an error of some per
+    cent in the sensitivities; the scores are of all inputs.
+    """
+    digest, prefix = inputs_digest(given)[:12], Prefix(tuned.model, tuned.names)
+    dense = cache(partial(_dense_run, tuned, prefix, given))
+    found = {}
+    for name, layer in layers.items():
+        changes = []
+        few = anchor_levels(layer.levels)
+        for level in few:
+            measure = partial(_change_of, tuned, prefix, given, dense, name, layer, level)
+            changes.append(tuned.state.once(f"change {digest} {name} {level.error:.6f}", measure))
+        found[name] = Sensitivity(tuple(level.error for level in few), tuple(changes))
+        tuned.step(f"measured {name} on input {digest}")
+    return found
 
 
 def _dense_run(tuned: TunedModel, prefix: Prefix, given: Inputs) -> Any:
@@ -188,27 +167,26 @@ def _change_of(
     tuned: TunedModel,
     prefix: Prefix,
     given: Inputs,
-    dense: Any,
+    dense: Callable[[], Any],
     name: str,
     layer: ScoredLayer,
     level: Level,
 ) -> float:
-    settings = tuned.settings(level.masses, is_causal=layer.is_causal)
+    whole = dense()
+    settings = settings_of(tuned.recipe, level.masses, is_causal=layer.is_causal)
     recipe = settings.recipe_with(settings.heads)
     with (
         accelerate(tuned.model, recipe, layers=lambda each: each == name, backend=layer.backend),
         prefix.before(name),
     ):
-        change = tuned.measure.change(dense, tuned.measure.run(given), given)
+        change = tuned.measure.change(whole, tuned.measure.run(given), given)
     if not math.isfinite(change):
         raise ValueError(f"the output must be finite to be compared; with {name} sparse it is not")
     return change
 
 
 def layer_options(
-    layers: Mapping[str, ScoredLayer],
-    levels: Levels,
-    sensitivities: Mapping[str, Sensitivity],
+    layers: Mapping[str, ScoredLayer], sensitivities: Mapping[str, Sensitivity]
 ) -> dict[str, list[Option]]:
     """The options of every layer: its own dense attention, then its levels.
 
@@ -222,6 +200,6 @@ def layer_options(
         fixed = max(of.changes[0] - rounding, 0.0)
         options[name] = [Option(allowed, 0.0)] + [
             Option(level.density * allowed, fixed + of.change_at(level.error))
-            for level in levels[name]
+            for level in layer.levels
         ]
     return options

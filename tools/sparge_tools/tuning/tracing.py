@@ -17,8 +17,8 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from sparge.support.json_text import parse_json, read_json_text
 from sparge.values.profile import Fingerprint, fingerprint
 from sparge.values.schedule import Context
 
-from ..renders.compare import Prompt, checked_call, plain, quiet_bars, render
+from ..renders.compare import Given, Prompt, checked_call, plain, quiet_bars, render
 from ..renders.pictures import LATENT
 from .capture import BLOCKS, Capture, captures_of
 
@@ -133,34 +133,6 @@ class Trace:
                 place.rmdir()
 
 
-def write(
-    directory: Path,
-    file: str,
-    capture: Capture,
-    *,
-    dtype: torch.dtype | None = None,
-    take: Callable[[int], None] = lambda size: None,
-) -> dict[str, Any]:
-    """Write one capture, its tensors in a dtype (masks as they are); returns its manifest entry.
-
-    take: called with the size in bytes before the file is written.
-    """
-    from safetensors.torch import save
-
-    given = {name: getattr(capture, name) for name in _TENSORS}
-    tensors = {
-        name: tensor.cpu().to(dtype if dtype and name != "attn_mask" else tensor.dtype).contiguous()
-        for name, tensor in given.items()
-        if tensor is not None
-    }
-    data = save(tensors)
-    take(len(data))
-    (directory / file).parent.mkdir(parents=True, exist_ok=True)
-    replace_file(directory / file, data)
-    facts = {name: getattr(capture, name) for name in _FACTS}
-    return {"file": file, "bytes": len(data), **facts, "starts": list(capture.starts)}
-
-
 def _read(path: Path, entry: Mapping[str, Any]) -> Capture:
     from safetensors import SafetensorError, safe_open
 
@@ -191,7 +163,7 @@ def trace_model(
     directory: str | os.PathLike[str],
     *,
     blocks: int = BLOCKS,
-    layers: Iterable[str] | Callable[[str], bool] | None = None,
+    layers: Layers = None,
     max_bytes: int = MAX_BYTES,
     dtype: torch.dtype | None = None,
     name: str = "",
@@ -220,23 +192,21 @@ def trace_model(
         names = tuple(layer.name for layer in handle.report().layers if layer.recipe is not None)
         trace = Trace(where, fingerprint(model), name, blocks, names, (), dict(calibration or {}))
         trace = completed(trace)
+        writer = TraceWriter(trace, dtype, max_bytes)
         for i, given in enumerate(inputs):
             digest = inputs_digest(given)
             if all(each.digest != digest for each in trace.inputs):
-                left = len(names) * (len(inputs) - i)
-                writer = TraceWriter(trace, f"input-{digest[:12]}", dtype, max_bytes, left)
+                writer.left, stem = len(names) * (len(inputs) - i), f"input-{digest[:12]}"
                 for layer in names:
-                    handle.tap(layer, partial(writer.add, layer))
+                    handle.tap(layer, partial(writer.add, stem, layer))
                 _forward(model, given)
-                files = {layer: entries for layer, entries in writer.files.items() if entries}
+                files = writer.files(stem)
                 if not files:
                     raise ValueError(
                         f"inputs must be longer than one token: no attention of "
                         f"{type(model).__name__} ran through sparge on input {i}"
                     )
-                level = noise_levels[i] if noise_levels else as_arguments(given).get("timestep")
-                if level is not None:
-                    level = float(torch.as_tensor(level, dtype=torch.float64).mean())
+                level = float(noise_levels[i]) if noise_levels else timestep_of(given)
                 traced = TracedInput(digest, about[i] if about else "", level, files)
                 trace = replace(trace, inputs=(*trace.inputs, traced))
                 trace.save()
@@ -259,28 +229,44 @@ def inputs_digest(given: Inputs) -> str:
 
 
 class TraceWriter:
-    """Writes the captures of one input, each to its file, as they come.
+    """Writes captures, each to its file, as they come.
 
-    files: of each layer, the manifest entries written. A trace that will not fit in max_bytes is
-    refused at its first capture, as if the `left` files to come were as large.
+    dtype: of the tensors but masks; None as they are. left: files to come. A trace that will not
+    fit in max_bytes is refused at the next capture, as if all that are left were as large.
     """
 
-    def __init__(
-        self, trace: Trace, stem: str, dtype: torch.dtype | None, max_bytes: int, left: int
-    ) -> None:
-        self.trace, self.stem, self.dtype = trace, stem, dtype
-        self.max_bytes, self.left, self.used = max_bytes, left, trace.bytes
-        self.files: dict[str, list[dict[str, Any]]] = {name: [] for name in trace.layers}
+    def __init__(self, trace: Trace, dtype: torch.dtype | None, max_bytes: int) -> None:
+        self.trace, self.dtype, self.max_bytes = trace, dtype, max_bytes
+        self.left, self.used = 1, trace.bytes
+        self._entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
+
+    def files(self, stem: str) -> dict[str, list[dict[str, Any]]]:
+        """Of each layer, the manifest entries written in a directory."""
+        each = ((layer, self._entries.get((stem, layer))) for layer in self.trace.layers)
+        return {layer: entries for layer, entries in each if entries}
 
     def add(
-        self, layer: str, query: Tensor, key: Tensor, value: Tensor, facts: dict[str, Any]
+        self, stem: str, layer: str, q: Tensor, k: Tensor, v: Tensor, facts: dict[str, Any]
     ) -> None:
-        entries, number = self.files[layer], self.trace.layers.index(layer)
-        for capture in captures_of(query, key, value, facts, blocks=self.trace.blocks):
+        """Write the captures of one call of a layer in the directory `stem`."""
+        from safetensors.torch import save
+
+        entries = self._entries.setdefault((stem, layer), [])
+        for capture in captures_of(q, k, v, facts, blocks=self.trace.blocks):
             again = f"-{len(entries)}" if entries else ""
-            file = f"{self.stem}/layer-{number:03d}{again}.safetensors"
-            where = self.trace.directory
-            entries.append(write(where, file, capture, dtype=self.dtype, take=self._take))
+            file = f"{stem}/layer-{self.trace.layers.index(layer):03d}{again}.safetensors"
+            tensors = {name: x for name in _TENSORS if (x := getattr(capture, name)) is not None}
+            for name, x in tensors.items():
+                dtype = x.dtype if self.dtype is None or name == "attn_mask" else self.dtype
+                tensors[name] = x.cpu().to(dtype).contiguous()
+            data = save(tensors)
+            self._take(len(data))
+            path = self.trace.directory / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, data)
+            told = {name: getattr(capture, name) for name in _FACTS}
+            told["starts"] = list(capture.starts)
+            entries.append({"file": file, "bytes": len(data), **told})
 
     def _take(self, size: int) -> None:
         expected, self.left = self.used + size * self.left, 1
@@ -318,22 +304,38 @@ def as_arguments(given: Inputs) -> dict[str, Any]:
     return {"input_ids": given} if isinstance(given, Tensor) else dict(given)
 
 
-def _forward(model: nn.Module, given: Inputs) -> None:
-    """Without its head: logits of a long input take more memory than all the rest."""
-    body = getattr(model, "base_model", model)
-    takes = inspect.signature(body.forward).parameters
-    arguments = as_arguments(given)
-    if "use_cache" in takes:
-        arguments.setdefault("use_cache", False)
+def timestep_of(given: Inputs) -> float | None:
+    """The mean of an argument `timestep`, as diffusion models name it."""
+    level = as_arguments(given).get("timestep")
+    return None if level is None else float(torch.as_tensor(level, dtype=torch.float64).mean())
+
+
+def moved_to(model: nn.Module, given: Inputs) -> dict[str, Any]:
+    """The arguments of a call, on the model's device."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    arguments = as_arguments(given).items()
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, and back."""
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            body(**moved)
+        yield
     finally:
         model.train(was_training)
+
+
+def _forward(model: nn.Module, given: Inputs) -> None:
+    """Without its head: logits of a long input take more memory than all the rest."""
+    body = getattr(model, "base_model", model)
+    arguments = moved_to(model, given)
+    if "use_cache" in inspect.signature(body.forward).parameters:
+        arguments.setdefault("use_cache", False)
+    with evaluating(model), torch.no_grad():
+        body(**arguments)
 
 
 STEPS = 4
@@ -378,16 +380,25 @@ def trace_pipeline(
     facts |= {"call": plain(call or {}), **(calibration or {})}
     trace = completed(Trace(where, fingerprint(model), name, blocks, names, (), facts))
     runs = [(each, seed) for each in given for seed in seeds]
+    writer = TraceWriter(trace, dtype, max_bytes)
     with quiet_bars(pipe), torch.no_grad():
         for i, (one, seed) in enumerate(runs):
             asked = {"seed": seed, "steps": steps, "schedule": schedule.to_json(), "order": order}
             stem = inputs_digest({**one.arguments, **{f"sparge {n}": x for n, x in asked.items()}})
             if all(not each.digest.startswith(stem) for each in trace.inputs):
-                left = len(names) * steps * (len(runs) - i)
-                writer = partial(TraceWriter, trace, dtype=dtype, max_bytes=max_bytes)
-                tracer = _Tracer(pipe, schedule, steps, writer, f"input-{stem[:12]}", left)
-                tracer.run(one.arguments, seed, order, names)
-                traced = tracer.inputs(stem, f"{one.caption}, seed {seed}")
+                writer.left = len(names) * steps * (len(runs) - i)
+                place = f"input-{stem[:12]}"
+                levels = _trace_run(pipe, one, seed, steps, schedule, order, writer, place)
+                about = f"{one.caption}, seed {seed}"
+                traced = [
+                    TracedInput(
+                        f"{stem}-{step}",
+                        f"{about}, step {step}",
+                        level,
+                        writer.files(f"{place}-{step:03d}"),
+                    )
+                    for step, level in sorted(levels.items())
+                ]
                 trace = replace(trace, inputs=(*trace.inputs, *traced))
                 trace.save()
             done(stem)
@@ -400,72 +411,46 @@ def chosen_layers(pipe: Any, layers: Layers = None) -> tuple[tuple[str, ...], nn
     return tuple(choose_layers(list(found.modules), layers)), found.model
 
 
-class _Tracer:
-    """One run of a pipeline: which of its steps are kept, and what was written of each."""
+def _trace_run(
+    pipe: Any,
+    given: Given,
+    seed: int,
+    steps: int,
+    schedule: Schedule,
+    order: str | None,
+    writer: TraceWriter,
+    place: str,
+) -> dict[int, float | None]:
+    """Run a pipeline once, and write some of its steps; returns their noise levels."""
+    levels: dict[int, float | None] = {}
+    kept: set[int] = set()
+    now = Context()
 
-    def __init__(
-        self,
-        pipe: Any,
-        schedule: Schedule,
-        steps: int,
-        writer: Callable[..., TraceWriter],
-        place: str,
-        left: int,
-    ) -> None:
-        self.pipe, self.schedule, self.steps = pipe, schedule, steps
-        self.writer, self.place, self.left = writer, place, left
-        self.writers: dict[int, TraceWriter] = {}
-        self.levels: dict[int, float | None] = {}
-        self.kept: set[int] = set()
-        self.used = 0
-        self.now = Context()
-
-    def recipe(self, context: Context) -> Recipe | None:
+    def recipe(context: Context) -> Recipe | None:
         """None in steps that are not kept: they run the pipeline's own attention."""
-        if context.step == 0 and self.now != context:  # the steps of this run are known now
-            self.kept = _spread(_sparse_steps(self.pipe.scheduler, self.schedule), self.steps)
-        self.now = context
-        return DEFAULT if context.step in self.kept else None
+        nonlocal kept, now
+        if context.step == 0 and now != context:  # the steps of this run are known now
+            kept = _spread(_sparse_steps(pipe.scheduler, schedule), steps)
+        now = context
+        return DEFAULT if context.step in kept else None
 
-    def add(self, layer: str, q: Tensor, k: Tensor, v: Tensor, facts: dict[str, Any]) -> None:
-        step = self.now.step
-        assert step is not None
-        if step not in self.writers:
-            # Only the first capture of a run is taken as the size of all that are left.
-            left = 1 if self.writers else self.left
-            self.writers[step] = self.writer(f"{self.place}-{step:03d}", left=left)
-            self.levels[step] = self.now.noise_level
-            self.used = max(self.used, self.writers[step].used)
-        writer = self.writers[step]
-        writer.used = self.used
-        writer.add(layer, q, k, v, facts)
-        self.used = writer.used
+    def add(layer: str, *call: Any) -> None:
+        assert now.step is not None
+        levels.setdefault(now.step, now.noise_level)
+        writer.add(f"{place}-{now.step:03d}", layer, *call)
 
-    def run(
-        self, arguments: Mapping[str, Any], seed: int, order: str | None, layers: tuple[str, ...]
-    ) -> None:
-        chosen = {*layers}.__contains__
-        options: dict[str, Any] = {"backend": DENSE, "schedule": self.schedule, "order": order}
-        with accelerate(self.pipe, self.recipe, layers=chosen, **options) as handle:
-            for layer in layers:
-                handle.tap(layer, partial(self.add, layer))
-            render(self.pipe, {**arguments, "output_type": LATENT}, seed)
-        if not self.writers:
-            raise ValueError(
-                f"no attention of {type(self.pipe).__name__} was sparse in this run; give more "
-                "steps, or a schedule that leaves fewer of them dense"
-            )
-
-    def inputs(self, stem: str, about: str) -> list[TracedInput]:
-        return [
-            TracedInput(
-                f"{stem}-{step}",
-                f"{about}, step {step}",
-                self.levels[step],
-                {layer: entries for layer, entries in writer.files.items() if entries},
-            )
-            for step, writer in sorted(self.writers.items())
-        ]
+    layers = writer.trace.layers
+    chosen: dict[str, Any] = {"layers": {*layers}.__contains__, "backend": DENSE}
+    with accelerate(pipe, recipe, schedule=schedule, order=order, **chosen) as handle:
+        for layer in layers:
+            handle.tap(layer, partial(add, layer))
+        render(pipe, {**given.arguments, "output_type": LATENT}, seed)
+    if not levels:
+        raise ValueError(
+            f"no attention of {type(pipe).__name__} was sparse in this run; give more "
+            "steps, or a schedule that leaves fewer of them dense"
+        )
+    return levels
 
 
 def _sparse_steps(scheduler: Any, schedule: Schedule) -> list[int]:

@@ -103,30 +103,39 @@ def tune(
         raise ValueError(f"predictors must be some of {', '.join(PREDICTORS)}; got {predictors!r}")
     if isinstance(trace, str | os.PathLike):
         trace = Trace.open(trace)
-    names = list(trace.layers) if isinstance(trace, Trace) else list(trace)
-    if not names or (isinstance(trace, Trace) and not trace.inputs):
-        raise ValueError("there is nothing to tune: the trace has no layer or no input")
     # The result depends on these; a state with others is not resumed.
     asked: dict[str, Any] = {"l1": l1, "l2": l2, "recipe": recipe.to_dict()}
     asked["predictors"] = list(predictors)
+    about: dict[str, Any] = {"model": Fingerprint("", {}, "")}
+    calibration: dict[str, Any] = {}
+    noise_levels: set[float] = set()
+    read: Callable[[str], Sequence[Capture]]
     if isinstance(trace, Trace):
+        names, read = trace.layers if trace.inputs else (), trace.captures
         asked |= {"model": trace.model.weights, "inputs": [each.digest for each in trace.inputs]}
-    if state is None and isinstance(trace, Trace):
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-        state = trace.directory / f"tune-{digest}.json"
+        if state is None:
+            digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+            state = trace.directory / f"tune-{digest}.json"
+        about = {"model": trace.model, "name": trace.name}
+        calibration = {**trace.calibration, "query_blocks": trace.blocks}
+        noise_levels = {x.noise_level for x in trace.inputs if x.noise_level is not None}
+    else:
+        names, read = tuple(trace), trace.__getitem__
+    if not names:
+        raise ValueError("there is nothing to tune: the trace has no layer or no input")
     path = None if state is None else Path(state)
     tuned = _read_state(path, asked) if path is not None and path.is_file() else {}
     try:
         for name in names:
             seconds = None
             if name not in tuned:
-                captures = trace.captures(name) if isinstance(trace, Trace) else trace[name]
-                settings: dict[str, Any] = {"base": recipe, "predictors": predictors}
+                captures = read(name)
                 start = time.perf_counter()
                 # A layer that the inputs never reached is left untuned.
                 layer = TunedLayer()
                 if captures:
-                    layer = tune_layer(captures, l1=l1, l2=l2, backend=backend, **settings)
+                    how: dict[str, Any] = {"predictors": predictors, "backend": backend}
+                    layer = tune_layer(captures, l1=l1, l2=l2, base=recipe, **how)
                 seconds = round(time.perf_counter() - start, 3)
                 tuned[name] = replace(layer, seconds=seconds)
                 if path is not None:
@@ -134,20 +143,15 @@ def tune(
             done(name, seconds)
     except KeyboardInterrupt:
         pass
-    of_trace: dict[str, Any] = {"model": Fingerprint("", {}, "")}
-    calibration = _summary(list(tuned.values()))
-    if isinstance(trace, Trace):
-        of_trace = {"model": trace.model, "name": trace.name}
-        calibration = {**trace.calibration, "query_blocks": trace.blocks, **calibration}
-        levels = {level for each in trace.inputs if (level := each.noise_level) is not None}
-        calibration |= {"noise_levels": sorted(levels)} if levels else {}
+    calibration |= _summary(list(tuned.values()))
+    calibration |= {"noise_levels": sorted(noise_levels)} if noise_levels else {}
     return Profile(
         layers={name: tuned.get(name, TunedLayer()).settings for name in names},
         bounds=(l1, l2),
         default=recipe,
         **stamp(),
         calibration=calibration,
-        **of_trace,
+        **about,
     )
 
 

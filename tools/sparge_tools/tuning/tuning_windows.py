@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..evaluate.texts import read_text, spread, tokenize
@@ -19,12 +18,15 @@ MOST_OF_A_TEXT = 16
 
 @dataclass(frozen=True)
 class Window:
-    """about: the text and its first token, for the record. text, start: the same, to compare."""
+    """`[1, length]` tokens of a text, from its token `start` on."""
 
     tokens: Tensor
-    about: str
-    text: str = ""
-    start: int = 0
+    text: str
+    start: int
+
+    @property
+    def about(self) -> str:
+        return f"{self.text} from token {self.start}"
 
 
 def calibration_windows(
@@ -72,9 +74,6 @@ def _windows(
     windows = []
     for j in range(n):
         text = texts[j % len(texts)]
-        own = length - len(text.prefix)
-        start = round(place(j // len(texts)) * (len(text.tokens) - own))
-        tokens = [*text.prefix, *text.tokens[start : start + own]]
-        about = f"{text.name} from token {start}"
-        windows.append(Window(torch.tensor([tokens]), about, text.name, start))
+        tokens, start = text.window_at(place(j // len(texts)), length)
+        windows.append(Window(tokens, text.name, start))
     return windows
