@@ -120,12 +120,7 @@ def load_module(
     """
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
-    if not _is_name(name_or_path):
-        return load_directory(_existing(name_or_path, plain=True), dtype=dtype)
-    name = os.fspath(name_or_path)
-    if _is_language_model(MODELS[name]):
-        raise ValueError(f"{name!r} is a language model; load it with zoo.load({name!r})")
-    return load_directory(fetch(name, quiet=quiet), dtype=dtype)
+    return load_directory(_directory(name_or_path, plain=True, quiet=quiet), dtype=dtype)
 
 
 def directory_of(name_or_path: str | os.PathLike[str], *, quiet: bool = False) -> Path:
@@ -133,12 +128,7 @@ def directory_of(name_or_path: str | os.PathLike[str], *, quiet: bool = False) -
 
     A name of the zoo has precedence over a directory of the same name; `./name` is the directory.
     """
-    if not _is_name(name_or_path):
-        return _existing(name_or_path, plain=False)
-    name = os.fspath(name_or_path)
-    if not _is_language_model(MODELS[name]):
-        raise ValueError(f"{name!r} is no language model; load it with zoo.load_module({name!r})")
-    return fetch(name, quiet=quiet)
+    return _directory(name_or_path, plain=False, quiet=quiet)
 
 
 def profile(name: str) -> Profile:
@@ -170,24 +160,24 @@ def _model(name: str) -> ZooModel:
     return MODELS[name]
 
 
-def _is_name(name_or_path: str | os.PathLike[str]) -> bool:
-    return isinstance(name_or_path, str) and name_or_path in MODELS
-
-
-def _is_language_model(model: ZooModel) -> bool:
-    return KINDS[model.kind].build is None
-
-
-def _existing(path: str | os.PathLike[str], *, plain: bool) -> Path:
-    """The path, if it is a directory with a config.json."""
-    directory = Path(path)
+def _directory(name_or_path: str | os.PathLike[str], *, plain: bool, quiet: bool) -> Path:
+    """The directory of a plain module, or of a language model."""
+    names = [name for name in MODELS if (KINDS[MODELS[name].kind].build is not None) == plain]
+    if name_or_path in names:
+        return fetch(os.fspath(name_or_path), quiet=quiet)
+    if isinstance(name_or_path, str) and name_or_path in MODELS:
+        is_other = "is a language model; load it with zoo.load"
+        if not plain:
+            is_other = "is no language model; load it with zoo.load_module"
+        raise ValueError(f"{name_or_path!r} {is_other}({name_or_path!r})")
+    directory = Path(name_or_path)
     if (directory / "config.json").is_file():
         return directory
     found = "is no directory" if not directory.is_dir() else "has no config.json"
-    names = sorted(name for name in MODELS if _is_language_model(MODELS[name]) != plain)
     raise ValueError(
         f"{str(directory)!r} is no model of the zoo and {found}; give a directory written by "
-        f"{'zoo.fetch' if plain else 'save_pretrained'}, or a model of the zoo: {', '.join(names)}"
+        f"{'zoo.fetch' if plain else 'save_pretrained'}, or a model of the zoo: "
+        f"{', '.join(sorted(names))}"
     )
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
-from typing import IO
+from typing import IO, Any
 
 from sparge import Unsupported
 
@@ -25,15 +25,9 @@ from .catalogue import Carrier, Member
 POLL_SECONDS = 0.1
 
 
-def run_module(
-    arguments: Sequence[str],
-    *,
-    log: Path,
-    env: Mapping[str, str] | None = None,
-    poll: Callable[[], None] = lambda: None,
-) -> tuple[int, str]:
-    """Run `python -m arguments` with this interpreter; return its exit code and output."""
-    return run_program([sys.executable, "-m", *arguments], log=log, env=env, poll=poll)
+def run_module(arguments: Sequence[str], **options: Any) -> tuple[int, str]:
+    """`run_program` for `python -m arguments`, with this interpreter."""
+    return run_program([sys.executable, "-m", *arguments], **options)
 
 
 def run_program(

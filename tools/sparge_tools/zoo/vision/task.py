@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,38 +45,30 @@ class Task(Protocol):
     input and the attention.
     """
 
+    metric: ClassVar[str]
+    """The key of `compare` that decides whether a sparse result is good enough."""
+
     @property
     def about(self) -> str:
         """One line: the input, the result, and what `compare` measures."""
-        ...
-
-    @property
-    def metric(self) -> str:
-        """The key of `compare` that decides whether a sparse result is good enough."""
-        ...
 
     def inputs(self, n: int, seed: int = 0) -> list[Any]:
         """n inputs, the same ones for the same seed.
 
         Raises ValueError if n is not positive or if there are fewer real ones.
         """
-        ...
 
     def run(self, model: nn.Module, given: Any) -> Tensor:
         """The model's result for one input, without gradients. A picture or what it is made of."""
-        ...
 
     def compare(self, dense: Tensor, sparse: Tensor) -> dict[str, float]:
         """How two results for one input differ. The first key is `metric`."""
-        ...
 
     def picture(self, given: Any, result: Tensor) -> Picture | None:
         """The result as uint8 [H, W, 3], or None where there is nothing to see."""
-        ...
 
     def caption(self, given: Any) -> str:
         """A short name of the input, for tables and below pictures."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -131,6 +123,7 @@ class TerrainTask:
     The model was trained at 128; at 256 its nine largest layers have 4096 tokens.
     """
 
+    metric: ClassVar[str] = "relative_l2"
     size: int = 256
 
     def __post_init__(self) -> None:
@@ -141,19 +134,15 @@ class TerrainTask:
     def about(self) -> str:
         return f"terrain of {self.size}×{self.size} places; relative L2 of its heights with dense"
 
-    @property
-    def metric(self) -> str:
-        return "relative_l2"
-
     def inputs(self, n: int, seed: int = 0) -> list[Noise]:
         """n fields of noise, of the seeds `seed`, `seed` + 1, and so on."""
         need_positive(n)
-        return [self._noise(seed + i) for i in range(n)]
-
-    def _noise(self, seed: int) -> Noise:
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(1, 1, self.size, self.size, generator=generator)
-        return Noise(seed, DIFFICULTIES[seed % len(DIFFICULTIES)], noise)
+        found = []
+        for own in range(seed, seed + n):
+            generator = torch.Generator().manual_seed(own)
+            noise = torch.randn(1, 1, self.size, self.size, generator=generator)
+            found.append(Noise(own, DIFFICULTIES[own % len(DIFFICULTIES)], noise))
+        return found
 
     @torch.no_grad()
     def run(self, model: nn.Module, given: Noise) -> Tensor:
@@ -238,14 +227,12 @@ def read_photo(name: str) -> Photo:
 class PointToMask:
     """Segment the object at a point of a photograph; compare by the IoU of the masks."""
 
+    metric: ClassVar[str] = "iou"
+
     @property
     def about(self) -> str:
         count = len(PROMPTS)
         return f"mask of the object at a point, {count} photographs; IoU of the mask with dense"
-
-    @property
-    def metric(self) -> str:
-        return "iou"
 
     def inputs(self, n: int, seed: int = 0) -> list[Photo]:
         """n photographs in a fixed circular order; the seed is the place of the first one."""
