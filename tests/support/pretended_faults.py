@@ -14,7 +14,7 @@ import torch
 from pretended_calls import CALLS, attend, compared, on_card
 from pretended_card import CARDS
 from pretended_driver import pretended
-from sparge.backends.triton import launch, select_kernel
+from sparge.backends.triton import blocks, launch
 from sparge.backends.triton.primitives import KindStrides
 from sparge_tools.static.targets import TARGETS
 from sparge_tools.static.variants import launches_of
@@ -79,7 +79,7 @@ def launch_lists(**given: Any) -> None:
     tensors = {"counts": counts, "indices": lists, "lists": lists, "n_full": counts}
     grid = given.pop("grid", (1, 2, 1))
     arguments = {**tensors, "kinds": kinds, **LISTS, **given}
-    launch.launch(select_kernel.split_lists, grid, {"num_warps": 2}, **arguments)
+    launch.launch(blocks.split_lists, grid, {"num_warps": 2}, **arguments)
 
 
 def faults() -> dict[str, str]:

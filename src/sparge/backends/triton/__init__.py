@@ -61,9 +61,9 @@ def _refusal(host: Host, call: Call) -> str | None:
 
 
 def _block_kinds(tokens: TokenMask) -> Tensor:
-    from .arguments import classify_blocks
+    from .blocks import block_kinds
 
-    return classify_blocks(tokens)
+    return block_kinds(tokens)
 
 
 def _architecture_name(host: Host, call: Call) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...values.backend import host
-from ...values.call import Call
+from ...values.call import BLOCK_Q, Call
 
 INTERPRETER = "interpreter"
 KINDS = ("cuda", "xpu")
@@ -37,6 +37,11 @@ class Tiles:
     num_stages: int
     entries: int = 16
     registers: int | None = None
+
+    @property
+    def programs(self) -> int:
+        """Of a query block."""
+        return BLOCK_Q // self.block_m
 
     @property
     def options(self) -> dict[str, int]:

@@ -1,39 +1,31 @@
-"""The last stage: attention over the blocks of a plan, by attend_kernel.py."""
+"""Online softmax over the kept blocks: one program for `BLOCK_M` rows of a query block of a head.
 
+    out = acc / row_sum,  lse = ln2 · (row_max + log2 row_sum) + lse_shift
+
+after a walk over full blocks, partial blocks and pooled entries (tiles.py). Rows with
+nothing to attend give zeros and -inf; a row that is not finite, or keeps a block that is not, NaN.
+"""
+
+# ruff: noqa: SIM102 - an if on a constant is resolved when the kernel is compiled
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...values.blockplan import BlockPlan
-from ...values.call import BLOCK_Q, Call
+from ...values.call import Call
 from ...values.stages import Attended, Prepared, PreparedKeys, PreparedQueries
 from ...values.tokenmask import TokenMask
-from . import attend_kernel
 from .architectures import Tiles
-from .arguments import (
-    LOG2E,
-    Lists,
-    Packed,
-    PooledPlan,
-    architecture,
-    hides,
-    lists_of,
-    mask_kind,
-    mask_of,
-    most_of,
-    per_head,
-    pools_of,
-    sizes_of,
-    types_of,
-)
-from .attend_kernel import Tensors
-from .attend_tiles import How
+from .arguments import LOG2E, Packed, architecture, most_of, per_head, sizes_of, types_of
+from .blocks import Lists, PooledPlan, hides, lists_of, mask_kind, mask_of, pools_of
 from .launch import DoesNotFit, launch
 from .operands import (
     KeysOnDevice,
@@ -44,11 +36,245 @@ from .operands import (
     query_rows,
     value_rows,
 )
-from .primitives import Rows, Strides, ValueTypes
+from .primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    ROW_GROUP,
+    Mask,
+    PooledEntries,
+    Rows,
+    Sizes,
+    Strides,
+    ValueTypes,
+    as_held,
+    sequence_of,
+    wide,
+)
+from .tiles import Blocks, How, Queries, Sums, walk_blocks, walk_pooled
+
+LN2 = tl.constexpr(0.6931471805599453)
 
 EVERY_HEAD, NOT_RAISED, RAISED = 0, 1, 2
 """Key heads that a launch attends, by the flags of those that an error budget raised."""
 T = TypeVar("T")
+
+
+class Tensors(NamedTuple):
+    """Pointers of attend_blocks: operands, then what is written, then the plan. lse, lse_shift
+    `[B, Hq, Lq]`; counts `[B, Hq, n_q]`; block_lists `[B, Hq, n_q, n_k]`, blocks that need no mask
+    first, n_full: how many these are, which without a mask of the caller's the kernel finds out;
+    pv_skips `[B, Hq, n_q, programs]`, of each program of a query block; pv_skip: of each head, what
+    the second filter skips from; raised: a flag of each key head."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    lse_shift: Any
+    counts: Any
+    block_lists: Any
+    n_full: Any
+    pv_skips: Any
+    pv_skip: Any
+    mask: Any
+    pooled: Any
+    raised: Any
+    pack: Any
+
+
+@triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "n_blocks_k", "offset"])
+def attend_blocks(
+    tensors, q_strides, k_strides, v_strides, out_strides, mask_strides, Hq, group,
+    Lq, Lk, n_q, n_k, n_blocks_k, offset, scale_log2, headroom,
+    TYPES: tl.constexpr, VALUES: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """The whole of one program. q, k and v with scales are 8-bit codes."""
+    sizes = Sizes(Lq, Lk, n_q, n_k, n_blocks_k, offset)
+    q = Rows(tensors.q, tensors.q_scale, q_strides)
+    k = Rows(tensors.k, tensors.k_scale, k_strides)
+    v = Rows(tensors.v, tensors.v_scale, v_strides)
+    mask = Mask(tensors.mask, mask_strides)
+    pooled, pack = tensors.pooled, tensors.pack
+    counts, block_lists, n_full = tensors.counts, tensors.block_lists, tensors.n_full
+    CODED: tl.constexpr = q.scale is not None
+    FAST: tl.constexpr = v.scale is not None
+    BLOCK_M: tl.constexpr = HOW.BLOCK_M
+    BLOCK_DV: tl.constexpr = VALUES.BLOCK_DV
+    PARTS: tl.constexpr = BLOCK_Q // BLOCK_M
+    # Late query blocks have the most keys under a diagonal: they go first.
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    i, part = pid // PARTS, pid % PARTS
+    h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if HOW.RAISED != 0:
+        if (tl.load(tensors.raised + h // group) != 0) != (HOW.RAISED == 2):
+            return
+    seq = 0
+    if pack.table is not None:
+        seq = tl.load(pack.seq_of_block + i)
+    own = sequence_of(pack, seq, sizes)
+    n_k, n_blocks_k = sizes.n_k, sizes.n_blocks_k
+    i_q = i - own.q_block0
+    first_row = i_q * BLOCK_Q + part * BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    valid = m < own.Lq - first_row
+    h_k = (h // group).to(tl.int64)
+    Hk = Hq // group
+    head, key_head = b * Hq + h, b * Hk + h_k
+    d, dv = tl.arange(0, TYPES.BLOCK_D), tl.arange(0, BLOCK_DV)
+
+    # Scalars carry what may pass 2^31; vectors, of which each costs registers, do not.
+    token = wide(own.q_row0 + first_row)
+    q_at = q.data + b * q.strides.b + wide(h) * q.strides.h + token * q.strides.n
+    q_at += m[:, None] * q.strides.n + d[None, :]
+    tokens = head * sizes.Lq + token
+    factor = tl.full([BLOCK_M], scale_log2, tl.float32)
+    # own_q [BLOCK_M, BLOCK_D]
+    if CODED:
+        own_q = tl.load(q_at, mask=valid[:, None], other=0)
+        factor *= tl.load(q.scale + tokens + m, mask=valid, other=0.0)
+        if HOW.NEGATE:
+            own_q = (0 - own_q.to(tl.int32)).to(tl.int8)
+    else:
+        own_q = tl.load(q_at, mask=valid[:, None] & (d < TYPES.D)[None, :], other=0.0)
+        size = tl.max(tl.abs(own_q.to(tl.float32)), 1)
+        # A sum tells NaN, which a maximum may not.
+        odd = tl.sum(own_q.to(tl.float32) * 0.0, 1) + size * 0.0
+        factor += odd
+        own_q = as_held(own_q, TYPES)
+        if HOW.NEGATE:
+            own_q = (0.0 - own_q.to(tl.float32)).to(TYPES.HELD)
+
+    row = head * sizes.n_q + i
+    if not HOW.FILTERS:  # not kept in registers until the end
+        tl.store(tensors.pv_skips + row * PARTS + part, 0)
+    block_list = block_lists + row * n_k
+    count = tl.load(counts + row)
+    limit = own.Lk
+    if HOW.CAUSAL:
+        limit = tl.minimum(own.Lk, i_q * BLOCK_Q + own.offset + 1)
+    if HOW.MASK:
+        full = tl.load(n_full + row)
+    else:
+        # Only the last three blocks of an ascending list may be cut: by the diagonal of 128 rows
+        # or by the end of the keys. Scalar loads: a bound that comes from a reduction looks
+        # divergent to Triton before 3.9, which then spills.
+        full = count
+        for back in tl.static_range(1, 4):
+            listed = count - back >= 0
+            block = tl.load(block_list + count - back, mask=listed, other=0)
+            full -= (listed & ((block + 1) * BLOCK_K > limit)).to(tl.int32)
+
+    k_base = k.data + b * k.strides.b + h_k * k.strides.h
+    v_base = v.data + b * v.strides.b + h_k * v.strides.h
+    if pack.table is not None:
+        # Codes are padded to whole blocks; the caller's rows are not.
+        first_key = own.k_block0 * BLOCK_K
+        k_base += wide(first_key if CODED else own.k_row0) * k.strides.n
+        if FAST:
+            v_base += first_key
+        else:
+            v_base += wide(own.k_row0) * v.strides.n
+        headroom *= own.octaves.to(tl.float32)
+    k_scales = k.scale + key_head * n_blocks_k + own.k_block0
+    v_logs = v.scale
+    if FAST:
+        v_logs = v.scale + key_head * n_blocks_k + own.k_block0
+    mask_base = mask.data
+    if HOW.MASK:
+        mask_base = mask.data + b * mask.strides.b + wide(h) * mask.strides.h
+    skip_from = 0.0
+    if HOW.FILTERS:
+        skip_from = tl.load(tensors.pv_skip + h)
+
+    lowest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sums = Sums(
+        row_max=lowest,
+        # A query that is not finite makes its row NaN, whatever it attends.
+        row_sum=factor * 0.0,
+        acc=tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+        unit=lowest,
+        top=lowest,
+        n_skips=0,
+    )
+    rows = first_row + m
+    n_groups = tl.cdiv(tl.minimum(tl.maximum(own.Lq - first_row, 0), BLOCK_M), ROW_GROUP)
+    queries = Queries(own_q, factor, rows, valid, n_groups)
+    blocks = Blocks(
+        k=k_base,
+        v=v_base,
+        k_scales=k_scales,
+        v_logs=v_logs,
+        mask=mask_base,
+        k_stride=k_strides.n,
+        v_stride=v_strides.n,
+        v_stride_d=v_strides.d,
+        mask_stride_m=mask_strides.m,
+        mask_stride_n=mask_strides.n,
+        listed=block_list,
+        Lk=own.Lk,
+        headroom=headroom,
+        pv_skip=skip_from,
+    )
+    sums = walk_blocks(
+        sums, queries, blocks, 0, full, rows, TYPES, VALUES, HOW, CODED, FAST, MASKED=False
+    )
+    # Made here, not to take registers before.
+    last_key = rows * 0 + own.Lk - 1
+    if HOW.CAUSAL:
+        last_key = tl.minimum(rows + own.offset, last_key)
+    sums = walk_blocks(
+        sums, queries, blocks, full, count, last_key, TYPES, VALUES, HOW, CODED, FAST, MASKED=True
+    )
+    if FAST:
+        # From units of its own to that of row_sum.
+        unit = tl.where(sums.row_max == float("-inf"), 0.0, sums.unit)
+        acc = sums.acc * tl.math.exp2(unit)[:, None]
+        row_max = sums.row_max + headroom
+        sums = Sums(row_max, sums.row_sum, acc, sums.unit, sums.top, sums.n_skips)
+    if HOW.POOL_GROUP:
+        PER_BLOCK: tl.constexpr = BLOCK_K // HOW.POOL_GROUP
+        first = key_head * (n_blocks_k * PER_BLOCK)
+        first += own.k_block0 * PER_BLOCK
+        entry_scale = pooled.scale
+        if CODED:
+            entry_scale = pooled.scale + first
+        entries = PooledEntries(
+            k=pooled.k + first * TYPES.BLOCK_D,
+            v=pooled.v + first * BLOCK_DV,
+            scale=entry_scale,
+            blocks=pooled.blocks + row * n_k,
+        )
+        n_entries = tl.cdiv(tl.maximum(limit, 0), HOW.POOL_GROUP)
+        sums = walk_pooled(
+            sums, queries, entries, k_scales, n_entries, own.Lk, headroom, TYPES, VALUES, HOW, CODED
+        )
+
+    nothing = sums.row_sum == 0.0
+    # Values that are not finite leave sums that are not: the whole row is NaN.
+    broken = tl.max((tl.abs(sums.acc) < float("inf")).to(tl.int32) ^ 1, 1) != 0
+    row_sum = tl.where(broken, float("nan"), sums.row_sum)
+    average = sums.acc / tl.where(nothing, 1.0, row_sum)[:, None]  # [BLOCK_M, BLOCK_DV]
+    average = tl.where(average > HOW.OUT_MOST, HOW.OUT_MOST, average)
+    average = tl.where(average < -HOW.OUT_MOST, -HOW.OUT_MOST, average)
+    out_at = tensors.out + b * out_strides.b + wide(h) * out_strides.h + token * out_strides.n
+    tl.store(
+        out_at + m[:, None] * out_strides.n + dv[None, :],
+        average.to(tensors.out.dtype.element_ty),
+        mask=valid[:, None] & (dv < VALUES.DV)[None, :],
+    )
+    row_lse = (sums.row_max + tl.math.log2(row_sum)) * LN2
+    if CODED:
+        row_lse += tl.load(tensors.lse_shift + tokens + m, mask=valid, other=0.0)
+    row_lse = tl.where(nothing, float("-inf"), row_lse)
+    tl.store(tensors.lse + tokens + m, row_lse, mask=valid)
+    if HOW.FILTERS:
+        tl.store(tensors.pv_skips + row * PARTS + part, sums.n_skips)
+
+
 _smaller: dict[tuple[str, Tiles], Tiles] = {}
 """By architecture, what is launched in place of tiles that did not fit a card. The table was
 compiled for, so only a card with less shared memory than its architecture gets here."""
@@ -96,7 +322,7 @@ def _empty(call: Call, counts: Tensor) -> Attended:
     tiles = tiles_of(call)
     out = counts.new_empty((call.B, call.Hq, call.Lq, call.Dv), dtype=call.dtype)
     lse = counts.new_empty((call.B, call.Hq, call.Lq), dtype=torch.float32)
-    return Attended(out, lse, counts.new_empty((*counts.shape, BLOCK_Q // tiles.block_m)))
+    return Attended(out, lse, counts.new_empty((*counts.shape, tiles.programs)))
 
 
 def _finished(done: Attended) -> Attended:
@@ -129,8 +355,8 @@ def attend_lists(
     values, value_types = _values_by_unit(call, keys)
     group = 0 if keys.entries is None or pools is None else keys.entries.group
     launch(
-        attend_kernel.attend_blocks,
-        (sizes.n_q * (BLOCK_Q // tiles.block_m), call.Hq, call.B),
+        attend_blocks,
+        (sizes.n_q * tiles.programs, call.Hq, call.B),
         tiles.options,
         tensors=Tensors(
             q=q.data,

@@ -32,10 +32,10 @@ from .arguments import (
     value_dim,
     value_types,
 )
+from .blocks import SelectedLists
 from .launch import DoesNotFit, launch
 from .prepare_kernel import PreparedBlocks, PreparedRows
 from .primitives import PooledEntries, Rows, Strides, Types, ValueTypes
-from .select_kernel import SelectedLists
 
 _OPTIONS = {"num_warps": 8, "num_stages": 2}
 _MANY_WARPS = {"num_warps": 16, "num_stages": 1}

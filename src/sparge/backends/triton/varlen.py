@@ -17,8 +17,9 @@ from ...values.recipe import KeepError
 from ...values.stages import Attended, AttendedPack, ChosenSequences, Prepared
 from ...values.tokenmask import TokenMask
 from .architectures import why_too_many
-from .arguments import Lists, Packed, pack
+from .arguments import Packed, pack
 from .attend import attend_lists, in_tiles_that_fit, tiles_of
+from .blocks import Lists
 from .predict import predict
 from .prepare import prepare_keys, prepare_queries
 from .select import select_lists
@@ -85,8 +86,7 @@ def _empty(call: Call, counts: Tensor) -> Attended:
     """The output is written as it is packed, `[T, Hq, Dv]`."""
     out = counts.new_empty((call.Lq, call.Hq, call.Dv), dtype=call.dtype)
     lse = counts.new_empty((1, call.Hq, call.Lq), dtype=torch.float32)
-    programs = BLOCK_Q // tiles_of(call).block_m
-    skips = counts.new_empty((*counts.shape, programs))
+    skips = counts.new_empty((*counts.shape, tiles_of(call).programs))
     return Attended(out.transpose(0, 1).unsqueeze(0), lse, skips)
 
 

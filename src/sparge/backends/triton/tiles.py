@@ -1,4 +1,4 @@
-"""The walk of one program over its blocks: what attend_kernel.py is made of.
+"""The walk of one program over its blocks, and the scores of single rows.
 
     for each full block, then each partial one (masked), then the pooled entries of skipped blocks:
         x         = q · kᵀ                          int32, or fp32
@@ -201,6 +201,30 @@ def add_fp8_tile(
     return Sums(new_max, row_sum, acc, new_unit, tl.maximum(top, new_unit), sums.n_skips)
 
 
+class Scored(NamedTuple):
+    """The keys and the mask that rows are scored against: of one head, from the first key of the
+    sequence on. scales: of its key blocks. mask: of the head, or None."""
+
+    keys: Any
+    stride_n: Any
+    scales: Any
+    mask: Any
+    stride_mm: Any
+    stride_mn: Any
+    Lk: Any
+
+
+class RowTile(NamedTuple):
+    """Rows to be scored: x `[rows, BLOCK_D]`, factor of their scores, row of the sequence, whether
+    it is used, and the last key that the diagonal shows, all `[rows]`."""
+
+    x: Any
+    factor: Any
+    rows: Any
+    used: Any
+    last_key: Any
+
+
 @triton.jit
 def load_values(
     blocks, i_k, left, TYPES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr,
@@ -259,6 +283,97 @@ def products(q, k, TYPES: tl.constexpr, CODED: tl.constexpr):
     else:
         x = tl.dot(q, k)
     return x
+
+
+@triton.jit
+def score_rows(
+    tile, scored, j, TYPES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    CODED: tl.constexpr,
+):  # fmt: skip
+    """Scores of a `RowTile` over key block j of a `Scored`, base 2, `[rows, 64]`; -inf where
+    masked."""
+    n, d = tl.arange(0, BLOCK_K), tl.arange(0, TYPES.BLOCK_D)
+    first = wide(j) * BLOCK_K
+    left = scored.Lk - j * BLOCK_K
+    k_at = scored.keys + first * scored.stride_n + n[None, :] * scored.stride_n + d[:, None]
+    if CODED:
+        k = tl.load(k_at)  # [BLOCK_D, 64]
+        x = tl.dot(tile.x, k, out_dtype=tl.int32).to(tl.float32)
+    else:
+        k = tl.load(k_at, mask=(n < left)[None, :] & (d < TYPES.D)[:, None], other=0.0)
+        if TYPES.EXACT != "":
+            x = tl.dot(tile.x, k.to(tl.float32), input_precision=TYPES.EXACT)
+        else:
+            x = tl.dot(tile.x, as_held(k, TYPES))
+    s = x * (tile.factor * tl.load(scored.scales + j))[:, None]
+    keep = (n < left)[None, :] & tile.used[:, None]
+    if CAUSAL:
+        keep = keep & (j * BLOCK_K + n[None, :] <= tile.last_key[:, None])
+    if MASK:
+        at = scored.mask + tile.rows[:, None].to(tl.int64) * scored.stride_mm
+        at = at + (first + n[None, :]) * scored.stride_mn
+        given = tl.load(at, mask=(n < left)[None, :] & tile.used[:, None], other=0)
+        if MASK == BOOL_MASK:
+            keep = keep & (given != 0)
+        if MASK == BIAS:
+            bias = given.to(tl.float32)
+            keep = keep & (bias != float("-inf"))
+            s = s + bias * LOG2E
+            s = tl.where(s < LOWEST, LOWEST, s)
+    return tl.where(keep, s, float("-inf"))
+
+
+@triton.jit
+def load_rows(q, at_head, h, b, row0, rows, used, scale_log2, TYPES: tl.constexpr):
+    """`(rows of q [rows, BLOCK_D], factor of their scores [rows])`; a factor of NaN for a row that
+    is not finite. at_head: where the scales of the head begin."""
+    d = tl.arange(0, TYPES.BLOCK_D)
+    token = (row0 + rows).to(tl.int64)
+    base = q.data + b * q.strides.b + wide(h) * q.strides.h
+    at = base + token[:, None] * q.strides.n + d[None, :]
+    factor = tl.where(used, scale_log2, 0.0)
+    if q.scale is not None:
+        own = tl.load(at, mask=used[:, None], other=0)
+        factor *= tl.load(q.scale + at_head + token, mask=used, other=0.0)
+    else:
+        own = tl.load(at, mask=used[:, None] & (d < TYPES.D)[None, :], other=0.0)
+        factor += tl.sum(own.to(tl.float32) * 0.0, 1)
+        own = as_held(own, TYPES)
+    return own, factor
+
+
+@triton.jit
+def score_row(
+    q, factor, row, last_key, scored, j,
+    TYPES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, CODED: tl.constexpr,
+):  # fmt: skip
+    """Scores of one row `q [BLOCK_D]` over key block j of a `Scored`, base 2, `[64]`; -inf where
+    masked."""
+    n, d = tl.arange(0, BLOCK_K), tl.arange(0, TYPES.BLOCK_D)
+    left = scored.Lk - j * BLOCK_K
+    at = scored.keys + wide(j) * wide(BLOCK_K * scored.stride_n)
+    at = at + n[:, None] * scored.stride_n + d[None, :]  # [64, BLOCK_D]
+    if CODED:
+        x = tl.sum(tl.load(at).to(tl.int32) * q[None, :], 1).to(tl.float32)
+    else:
+        k = tl.load(at, mask=(n < left)[:, None] & (d < TYPES.D)[None, :], other=0.0)
+        x = tl.sum(as_held(k, TYPES).to(tl.float32) * q[None, :], 1)
+    s = x * (factor * tl.load(scored.scales + j))
+    keep = n < left
+    if CAUSAL:
+        keep = keep & (j * BLOCK_K + n <= last_key)
+    if MASK:
+        m_at = scored.mask + wide(row) * scored.stride_mm
+        m_at = m_at + (wide(j) * BLOCK_K + n) * scored.stride_mn
+        given = tl.load(m_at, mask=n < left, other=0)
+        if MASK == BOOL_MASK:
+            keep = keep & (given != 0)
+        if MASK == BIAS:
+            bias = given.to(tl.float32)
+            keep = keep & (bias != float("-inf"))
+            s = s + bias * LOG2E
+            s = tl.where(s < LOWEST, LOWEST, s)
+    return tl.where(keep, s, float("-inf"))
 
 
 @triton.jit
