@@ -11,7 +11,7 @@ from torch import Tensor
 from sparge import BlockPlan, KeepAll, KeepError, KeepFraction
 from sparge.backends.cpu import stages as cpu
 from sparge.backends.reference import stages as reference
-from sparge.backends.reference.similarity import untrusted_keys, untrusted_queries
+from sparge.backends.reference.similarity import untrusted
 from sparge.rules.forced_blocks import forced_blocks
 from sparge.values.call import BLOCK_K, BLOCK_Q, in_blocks
 from sparge.values.recipe import heads_of
@@ -119,8 +119,8 @@ def judge_kept(case: Case, kept: Tensor, theirs: Tensor, differs: Tensor) -> Non
     p = reference.predict(case.call, case.prepared, case.tokens)
     distrusted = torch.zeros_like(may)
     if recipe.min_similarity is not None:
-        rows = untrusted_queries(case.call, case.queries.similarity)[..., None]
-        distrusted = rows | untrusted_keys(case.call, case.keys.similarity)[..., None, :]
+        rows = untrusted(case.call, case.queries.similarity)[..., None]
+        distrusted = rows | untrusted(case.call, case.keys.similarity)[..., None, :]
     drift = in_blocks(case.drift, -1, BLOCK_Q).amax(-1)
     overflows = in_blocks(~case.settled, -1, BLOCK_Q, fill=False).any(-1)
     p = p.double()

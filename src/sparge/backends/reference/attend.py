@@ -22,6 +22,7 @@ The gradient of the unquantized precisions; plan and skipped row groups are cons
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -46,7 +47,6 @@ from ...values.recipe import heads_of
 from ...values.stages import (
     Attended,
     Gradients,
-    Pooled,
     Prepared,
     PreparedKeys,
     QTensor,
@@ -71,20 +71,6 @@ class Tile:
     groups_skipped: int
 
 
-@dataclass(frozen=True)
-class Entries:
-    """The pooled entries of one query block of one head.
-
-    log_sizes: log2 of the keys of every entry `[n]`. active: the entries of the skipped open
-    blocks. blocks: those blocks.
-    """
-
-    pooled: Pooled
-    log_sizes: Tensor
-    active: Tensor
-    blocks: list[int]
-
-
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
     queries, keys, recipe, dtype = prepared.queries, prepared.keys, call.recipe, call.dtype
     device = plan.counts.device
@@ -98,16 +84,15 @@ def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -
     is_open = (tokens.block_kinds(device) == OPEN).expand(call.B, call.Hq, call.n_q, call.n_k)
     for b, h, i_q, kept in kept_blocks(plan):
         rows = block_range(i_q, BLOCK_Q, call.Lq)
-        head = HeadScores(
-            queries.rows, keys.key, tokens, b, h, scale=call.scale, precision=recipe.precision
-        )
+        head = HeadScores(call, queries.rows, keys.key, tokens, b, h)
         bound = min(largest[b][head.h_k], torch.finfo(dtype).max)
         headroom = _headroom(bound, tokens.Lk, work)
-        pooled = _entries(call, keys.entries, is_open[b, h, i_q], kept)
+        pools = is_open[b, h, i_q].nonzero().squeeze(1).tolist() if keys.entries is not None else []
+        pools = sorted({*pools} - {*kept})
         row_max, row_sum, acc, skipped = _online_softmax(
-            head, keys.value, rows, kept, pooled, pv_skip[h], dtype, work, headroom
+            head, keys, rows, kept, pools, pv_skip[h], work, headroom
         )
-        read = kept if pooled is None else kept + pooled.blocks
+        read = kept + pools
         nothing = row_max == -math.inf
         o = torch.where(nothing[:, None], 0.0, acc / row_sum[:, None] / headroom)
         if bound <= torch.finfo(work).max:
@@ -137,9 +122,7 @@ def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gr
     pv_skip = heads_of(call.recipe.pv_skip, call.Hq, none=math.inf)
     for b, h, i_q, kept in kept_blocks(plan):
         rows = block_range(i_q, BLOCK_Q, tokens.Lq)
-        head = HeadScores(
-            saved.query, saved.key, tokens, b, h, scale=call.scale, precision=precision
-        )
+        head = HeadScores(call, saved.query, saved.key, tokens, b, h)
         h_k = head.h_k
         for cols, p in _probabilities(list(walk(head, rows, kept, pv_skip[h])), work):
             dv[b, h_k, cols] += p.T @ do[b, h, rows]
@@ -148,23 +131,6 @@ def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gr
             dq[b, h, rows] += ds @ k[b, h_k, cols]
             dk[b, h_k, cols] += ds.T @ q[b, h, rows]
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
-
-
-def _entries(call: Call, pooled: Pooled | None, is_open: Tensor, kept: list[int]) -> Entries | None:
-    """What the skipped blocks of one query block contribute; `is_open [n_k]`."""
-    if pooled is None:
-        return None
-    pools = is_open.clone()
-    pools[kept] = False
-    per_block = BLOCK_K // pooled.group
-    active = pools.repeat_interleave(per_block)[: pooled.key.shape[2]].nonzero().squeeze(1)
-    log_sizes = [math.log2(n) for n in block_sizes(call.Lk, pooled.group).tolist()]
-    return Entries(
-        pooled,
-        torch.tensor(log_sizes, dtype=torch.float64, device=pools.device),
-        active,
-        pools.nonzero().squeeze(1).tolist(),
-    )
 
 
 def kept_blocks(plan: BlockPlan) -> Iterator[tuple[int, int, int, list[int]]]:
@@ -193,14 +159,19 @@ def walk(head: HeadScores, rows: slice, kept: list[int], pv_skip: float) -> Iter
 
 
 def walk_pooled(
-    head: HeadScores, rows: slice, entries: Tensor, log_sizes: Tensor, row_max: Tensor
+    head: HeadScores, rows: slice, blocks: list[int], group: int, row_max: Tensor
 ) -> Iterator[Tile]:
-    """Some pooled entries, the keys of `head`, those of each 64 together: 8-bit V has a scale for
-    64 entries, and 8-bit P one for what is multiplied at once."""
-    for tile in (entries // BLOCK_K).unique().tolist():
-        cols = entries[entries // BLOCK_K == tile]
-        scores = head.products(rows, cols) * (head.scale * LOG2E)
-        scores = scores + log_sizes[cols].to(scores.dtype)
+    """The pooled entries of some blocks, the keys of `head`, those of each 64 together: 8-bit V has
+    a scale for 64 entries, and 8-bit P one for what is multiplied at once."""
+    sizes, per_block = block_sizes(head.tokens.Lk, group).tolist(), BLOCK_K // group
+    entries = [e for j in blocks for e in range(j * per_block, (j + 1) * per_block)]
+    entries = [e for e in entries if e < len(sizes)]
+    for _, tile in itertools.groupby(entries, key=lambda e: e // BLOCK_K):
+        some = list(tile)
+        cols = torch.tensor(some, device=row_max.device)
+        scores = head.products(rows, cols) * (head.call.scale * LOG2E)
+        log_sizes = torch.tensor([math.log2(sizes[e]) for e in some], dtype=torch.float64)
+        scores = scores + log_sizes.to(scores)
         old_max, row_max = row_max, torch.maximum(row_max, scores.amax(1))
         none = torch.zeros(rows.stop - rows.start, dtype=torch.bool, device=scores.device)
         yield Tile(cols, scores, old_max, row_max, none, 0)
@@ -208,17 +179,17 @@ def walk_pooled(
 
 def _online_softmax(
     head: HeadScores,
-    value: Tensor | QTensor,
+    keys: PreparedKeys,
     rows: slice,
     kept: list[int],
-    entries: Entries | None,
+    pools: list[int],
     pv_skip: float,
-    dtype: torch.dtype,
     work: torch.dtype,
     headroom: float,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`(row_max, row_sum, acc, row groups skipped)` of one query block; acc is of V · headroom."""
-    n = rows.stop - rows.start
+    """`(row_max, row_sum, acc, row groups skipped)` of one query block over kept and pooled blocks;
+    acc is of V · headroom."""
+    n, value, entries = rows.stop - rows.start, keys.value, keys.entries
     row_max = torch.full((n,), -math.inf, dtype=work, device=value.device)
     row_sum = torch.zeros_like(row_max)
     acc = torch.zeros((n, value.shape[3]), dtype=work, device=value.device)
@@ -231,25 +202,20 @@ def _online_softmax(
         p = exp2(tile.scores - shift[:, None]).masked_fill(tile.skip[:, None], 0.0)
         fade = exp2(tile.old_max - shift)
         row_sum = row_sum * fade + fold_sum(p, dim=1)
-        acc = acc * fade[:, None] + _p_times_v(p, v, tile.cols, head, dtype, headroom)
+        acc = acc * fade[:, None] + _p_times_v(p, v, tile.cols, head, headroom)
         skipped += tile.groups_skipped
 
     for tile in walk(head, rows, kept, pv_skip):
         add(tile, value)
     if entries is not None:
-        means = replace(head, key=entries.pooled.key)
-        for tile in walk_pooled(means, rows, entries.active, entries.log_sizes, row_max):
-            add(tile, entries.pooled.value)
+        means = replace(head, key=entries.key)
+        for tile in walk_pooled(means, rows, pools, entries.group, row_max):
+            add(tile, entries.value)
     return row_max, row_sum, acc, skipped
 
 
 def _p_times_v(
-    p: Tensor,
-    value: Tensor | QTensor,
-    cols: Index,
-    head: HeadScores,
-    dtype: torch.dtype,
-    headroom: float,
+    p: Tensor, value: Tensor | QTensor, cols: Index, head: HeadScores, headroom: float
 ) -> Tensor:
     """`p · V` of one block in the precision of the run, V scaled by the headroom."""
     if isinstance(value, QTensor):
@@ -262,9 +228,9 @@ def _p_times_v(
         # At most 255 · 127 · 64 < 2²⁴: exact in any order.
         return (p_codes @ codes) * p_scale * scale
     v = value[head.b, head.h_k, cols]
-    if head.precision == "exact":
+    if head.call.recipe.precision == "exact":
         return dot(p, working(v, "exact").T * headroom)
-    return dot(p.to(half_dtype(dtype)).float(), working(v, "half").T * headroom)
+    return dot(p.to(half_dtype(head.call.dtype)).float(), working(v, "half").T * headroom)
 
 
 def _headroom(largest: float, Lk: int, work: torch.dtype) -> float:

@@ -11,6 +11,8 @@ As computed: scores of the call's precision, and P and V rounded as `attend` rou
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -44,8 +46,8 @@ def dropped_masses(
     n_k]` is the first step that keeps each block; -1 where no pair may attend."""
     out = torch.zeros((*rows.shape, N_STEPS), dtype=torch.float32, device=rows.device)
     for b, h, some in _heads(rows):
-        head = _head_scores(call, prepared, tokens, b, h, call.recipe.precision)
-        weights = head.weights(rows[b, h, some])
+        query, key = prepared.queries.rows, prepared.keys.key
+        weights = HeadScores(call, query, key, tokens, b, h).weights(rows[b, h, some])
         by_block = fold_sum(in_blocks(weights, -1, BLOCK_K), dim=-1)
         row_sum = fold_sum(by_block, dim=-1).unsqueeze(-1)
         steps = first[b, h, rows[b, h, some] // BLOCK_Q]
@@ -70,25 +72,18 @@ def step_errors(
     assert key is not None
     assert value is not None
     own = Prepared(PreparedQueries(query), PreparedKeys(key, value))
+    exactly = replace(call, recipe=replace(call.recipe, precision="exact"))
     for b, h, some in _heads(rows):
         at = rows[b, h, some]
         steps = first[b, h, at // BLOCK_Q]
-        precision = call.recipe.precision
-        outs = _outputs(call, prepared, tokens, b, h, at, steps, precision)
+        outs = _outputs(call, prepared, tokens, b, h, at, steps)
         exact = outs[-1]
         if call.rounds:
-            exact = _outputs(call, own, tokens, b, h, at, None, "exact")[-1]
+            exact = _outputs(exactly, own, tokens, b, h, at, None)[-1]
         skipping[b, h] = (outs[:-1] - outs[-1]).abs().sum(-1).T
         total[b, h] = (outs - exact).abs().sum(-1).T
         whole[b, h] = exact.abs().sum(-1)
     return skipping, total, whole
-
-
-def _head_scores(
-    call: Call, prepared: Prepared, tokens: TokenMask, b: int, h: int, precision: str
-) -> HeadScores:
-    query, key = prepared.queries.rows, prepared.keys.key
-    return HeadScores(query, key, tokens, b, h, scale=call.scale, precision=precision)
 
 
 def _outputs(
@@ -99,11 +94,10 @@ def _outputs(
     h: int,
     rows: Tensor,
     steps: Tensor | None,
-    precision: str,
 ) -> Tensor:
     """Outputs over the blocks of measured steps, `[steps + 1, rows, Dv]` fp64, everything last; of
     everything alone without `steps`, the first steps of the blocks of each row."""
-    head = _head_scores(call, prepared, tokens, b, h, precision)
+    head = HeadScores(call, prepared.queries.rows, prepared.keys.key, tokens, b, h)
     scores, shift = head.over_all_keys(rows)
     shares = _pooled_shares(call, prepared, tokens, b, h, rows, shift)
     p, h_k, value = exp2(scores - shift), head.h_k, prepared.keys.value
@@ -115,15 +109,15 @@ def _outputs(
         p = (torch.where(scale > 0, blocks / scale, 0.0).round() * scale).flatten(1)[:, : call.Lk]
     else:
         v = value[b, h_k]
-        if precision != "exact":
+        if call.recipe.precision != "exact":
             p, v = p.to(half_dtype(call.dtype)).float(), working(v, "half")
         v = v.double()
     parts = fold_sum(in_blocks(p.double().unsqueeze(-1) * v, -2, BLOCK_K), dim=-2)
     outs = []
-    for step in MEASURED_STEPS if steps is not None else ():
-        assert steps is not None
-        kept = (steps >= 0) & (steps <= step)
-        outs.append(_over_blocks(parts, sums, kept, shares))
+    if steps is not None:
+        for step in MEASURED_STEPS:
+            kept = (steps >= 0) & (steps <= step)
+            outs.append(_over_blocks(parts, sums, kept, shares))
     outs.append(_over_blocks(parts, sums, torch.ones_like(sums, dtype=torch.bool)))
     return torch.stack(outs)
 
@@ -151,9 +145,8 @@ def _pooled_shares(
     pooled = prepared.keys.entries
     if pooled is None:
         return None
-    precision, device = call.recipe.precision, rows.device
-    query = prepared.queries.rows
-    head = HeadScores(query, pooled.key, tokens, b, h, scale=call.scale, precision=precision)
+    device = rows.device
+    head = HeadScores(call, prepared.queries.rows, pooled.key, tokens, b, h)
     n = pooled.key.shape[2]
     sizes = block_sizes(call.Lk, pooled.group, device).double()
     scores = head.products(rows, slice(0, n)) * (call.scale * LOG2E)

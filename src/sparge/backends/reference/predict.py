@@ -21,7 +21,7 @@ from ...values.call import BLOCK_K, BLOCK_Q, Call, block_range, block_sizes, in_
 from ...values.stages import Prepared
 from ...values.tokenmask import EXCLUDED, TokenMask
 from .scores import HeadScores
-from .similarity import untrusted_keys
+from .similarity import untrusted
 
 
 def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
@@ -34,7 +34,7 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
     assert keys.pooled is not None
     trusted = may
     if recipe.min_similarity is not None:
-        trusted = may & ~untrusted_keys(call, keys.similarity)[..., None, :]
+        trusted = may & ~untrusted(call, keys.similarity)[..., None, :]
     mean = predict_mean(queries.pooled, keys.pooled, trusted, Lk=call.Lk, scale=call.scale)
     if recipe.predictor == "mean":
         return mean
@@ -61,13 +61,11 @@ def predict_rows(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
     query, key = prepared.queries.rows, prepared.keys.key
     shape = (call.B, call.Hq, call.n_q, call.n_k)
     out = torch.zeros(shape, dtype=torch.float32, device=query.device)
-    scale, precision = call.scale, call.recipe.precision
     for b, h, i_q in itertools.product(range(call.B), range(call.Hq), range(call.n_q)):
         block = block_range(i_q, BLOCK_Q, call.Lq)
         within = sampled_rows(block.stop - block.start, call.recipe.sample_rows)
         rows = block.start + torch.tensor(within).to(out.device)
-        head = HeadScores(query, key, tokens, b, h, scale=scale, precision=precision)
-        weights = head.weights(rows)
+        weights = HeadScores(call, query, key, tokens, b, h).weights(rows)
         by_block = fold_sum(in_blocks(weights, -1, BLOCK_K), dim=-1)
         row_sum = fold_sum(by_block, dim=-1).unsqueeze(-1)
         attends = row_sum != 0  # a NaN row counts, and makes the whole prediction NaN

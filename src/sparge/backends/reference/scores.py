@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...support.ordered_sums import LOG2E, dot, exp2, shift_of
-from ...values.call import slices_of
+from ...values.call import Call, slices_of
 from ...values.stages import QTensor, working
 from ...values.tokenmask import Index, TokenMask
 
@@ -20,13 +20,12 @@ KEYS_AT_ONCE = 4096
 class HeadScores:
     """`s[i, j] = scale · (q_i · k_j) + bias`, times log2(e); -inf where masked."""
 
+    call: Call
     query: Tensor | QTensor
     key: Tensor | QTensor
     tokens: TokenMask
     b: int
     h: int
-    scale: float
-    precision: str
 
     @property
     def h_k(self) -> int:
@@ -37,10 +36,10 @@ class HeadScores:
         s = self.products(rows, cols)
         allowed, bias = self.tokens.region(self.b, self.h, rows, cols, s.device)
         if bias is None:
-            s = s * (self.scale * LOG2E)
+            s = s * (self.call.scale * LOG2E)
         else:
             # A bias as low as the dtype goes is a number, not a mask, and must stay one.
-            s = (s * self.scale + bias.to(s.dtype)) * LOG2E
+            s = (s * self.call.scale + bias.to(s.dtype)) * LOG2E
             s = s.clamp(min=torch.finfo(s.dtype).min)
         return s if allowed is None else torch.where(allowed, s, -math.inf)
 
@@ -67,4 +66,5 @@ class HeadScores:
             return sums * q_scale[:, None] * key.row_scale()[self.b, self.h_k, cols]
         assert isinstance(key, Tensor)
         q, k = query[self.b, self.h, rows], key[self.b, self.h_k, cols]
-        return dot(working(q, self.precision), working(k, self.precision))
+        precision = self.call.recipe.precision
+        return dot(working(q, precision), working(k, precision))

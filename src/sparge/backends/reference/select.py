@@ -29,7 +29,7 @@ from ...values.recipe import KeepAll, KeepError, KeepFraction, KeepMass, heads_o
 from ...values.stages import Prepared
 from ...values.tokenmask import EXCLUDED, TokenMask
 from .budget_rows import deviations, dropped_masses, step_errors
-from .similarity import untrusted_keys, untrusted_queries
+from .similarity import untrusted
 
 
 def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMask) -> BlockPlan:
@@ -43,13 +43,12 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
     mass = mass.nan_to_num(0.0, 0.0, 0.0)
     forced = unknown | forced_blocks(tokens, call.recipe, device)
     if call.recipe.min_similarity is not None:
-        queries, keys = prepared.queries.similarity, prepared.keys.similarity
-        forced = forced | untrusted_queries(call, queries)[..., None]
-        forced = forced | untrusted_keys(call, keys)[..., None, :]
+        forced = forced | untrusted(call, prepared.queries.similarity)[..., None]
+        forced = forced | untrusted(call, prepared.keys.similarity)[..., None, :]
     if not isinstance(keep, KeepError):
         return plan_from_mask(select_blocks(mass, may, keep) | forced, tokens)
     first = first_steps(mass, may).masked_fill(forced, 0).masked_fill(~may, -1)
-    decision = _decide(call, prepared, first, tokens)
+    decision = _decide(call, keep, prepared, first, tokens)
     kept = first <= decision.step[..., None, None]
     return plan_from_mask(kept, tokens, measured=decision.measured)
 
@@ -60,22 +59,16 @@ def first_steps(mass: Tensor, may: Tensor) -> Tensor:
     return (~keep_masses(mass, may, masses.expand(*mass.shape[:3], -1))).sum(-2)
 
 
-def _decide(call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask) -> Decision:
-    keep = call.recipe.keep
-    assert isinstance(keep, KeepError)
+def _decide(
+    call: Call, keep: KeepError, prepared: Prepared, first: Tensor, tokens: TokenMask
+) -> Decision:
     assert prepared.queries.own is not None
     surveyed = choose_rows(*deviations(prepared.queries.own), keep, call.recipe.sample_rows)
     dropped = dropped_masses(call, prepared, first, tokens, surveyed.rows)
     survey = summarize(surveyed, dropped)
     rows, weights, of_rows = draw_measured(surveyed, survey)
-    sums = step_errors(call, prepared, first, tokens, rows)
-    return decide(
-        survey,
-        Measured(*sums, weights, of_rows),
-        keep,
-        call.Hk,
-        may_raise=call.recipe.quantized,
-    )
+    measured = Measured(*step_errors(call, prepared, first, tokens, rows), weights, of_rows)
+    return decide(survey, measured, keep, call.Hk, may_raise=call.recipe.quantized)
 
 
 def select_blocks(mass: Tensor, may: Tensor, keep: KeepMass | KeepFraction) -> Tensor:
