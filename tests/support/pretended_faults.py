@@ -15,7 +15,7 @@ from pretended_calls import CALLS, attend, compared, on_card
 from pretended_card import CARDS
 from pretended_driver import pretended
 from sparge.backends.triton import blocks, launch
-from sparge.backends.triton.primitives import KindStrides
+from sparge.backends.triton.primitives import KindStrides, View
 from sparge_tools.static.targets import TARGETS
 from sparge_tools.static.variants import launches_of
 
@@ -48,7 +48,7 @@ def recorded() -> Any:
     return made
 
 
-LISTS = {"Hq": 2, "Lk": 64, "n_q": 1, "n_k": 1, "strides": KindStrides()}
+LISTS = {"Hq": 2, "Lk": 64, "n_q": 1, "n_k": 1}
 
 
 def raised(run: Callable[[], Any]) -> str:
@@ -78,6 +78,7 @@ def launch_lists(**given: Any) -> None:
     kinds = torch.empty(1, 1, 1, 1, dtype=torch.int8, device="cuda:0")
     tensors = {"counts": counts, "indices": lists, "lists": lists, "n_full": counts}
     grid = given.pop("grid", (1, 2, 1))
+    kinds = View(given.pop("kinds", kinds), KindStrides())
     arguments = {**tensors, "kinds": kinds, **LISTS, **given}
     launch.launch(blocks.split_lists, grid, {"num_warps": 2}, **arguments)
 

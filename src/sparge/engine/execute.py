@@ -119,6 +119,7 @@ def run_plan(call: Call, inputs: Inputs, *, backend: str) -> BlockPlan:
 def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> Attended:
     choice = choose(call, backend, dense_ok=False)
     chosen = get_backend(choice.backend)
+    call = replace(call, plan_measured=plan.measured is not None)
     watch = Stopwatch(call, choice, inputs.query.device)
     with without_grad_and_autocast(call.device):
         tokens = tokens_of(call, inputs)

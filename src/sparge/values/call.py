@@ -103,6 +103,8 @@ class Call:
     has_block_mask: bool = False
     return_lse: bool = False
     needs_grad: bool = False
+    plan_measured: bool = False
+    """The plan to attend was chosen by measured errors, and may raise heads."""
     label: str = ""
     """The caller's name for the call; shown in the record."""
 
@@ -139,6 +141,11 @@ class Call:
     def own_precision(self) -> str:
         """The precision that computes with the caller's own numbers."""
         return "half" if self.dtype in (torch.bfloat16, torch.float16) else "exact"
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether heads may run in `own_precision` in place of 8 bits."""
+        return self.recipe.quantized and (self.measures_error or self.plan_measured)
 
     @property
     def rounds(self) -> bool:

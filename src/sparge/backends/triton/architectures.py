@@ -116,14 +116,17 @@ class Architecture:
         return "tf32x3" if self.name.startswith("sm_") else "ieee"
 
 
-def _rows(**ways: tuple[Tiles, Tiles, Tiles]) -> dict[tuple[str, int], Tiles]:
-    """By way of computing, tiles for head dims up to 64, 128 and 256."""
-    named = {name.replace("_", "+"): tiles for name, tiles in ways.items()}
-    return {
-        (way, D): tiles
-        for way, each in named.items()
-        for D, tiles in zip((64, 128, 256), each, strict=True)
-    }
+_Each = tuple[Tiles, Tiles, Tiles]
+"""Tiles for head dims up to 64, 128 and 256."""
+
+
+def _rows(
+    int8: _Each, half: _Each, exact: _Each, more: _Each | None = None
+) -> dict[tuple[str, int], Tiles]:
+    """By way of computing. more: of int8 with a mask or the second filter, if others."""
+    ways = {"int8": int8, "int8+more": more or int8, "half": half, "exact": exact}
+    sizes = (64, 128, 256)
+    return {(way, D): ways[way][i] for way in ways for i, D in enumerate(sizes)}
 
 
 _WHOLE = Tiles(block_m=128, num_warps=8, num_stages=3)
@@ -134,17 +137,13 @@ _ROOMY = replace(_WHOLE, registers=208)
 # 16 rows to each warp, as its matrix instruction takes them.
 _MMA_SYNC = _rows(
     int8=(_ROOMY, _WHOLE, Tiles(32, 4, 2)),
-    int8_more=(_ROOMY, _HALF_ROWS, Tiles(32, 4, 2)),
     half=(_WHOLE, _HALF_ROWS, Tiles(32, 8, 2)),
     exact=_EXACT,
+    more=(_ROOMY, _HALF_ROWS, Tiles(32, 4, 2)),
 )
 # Products of a group of warps, with accumulators of their own on sm_100: more fits.
-_WGMMA = _rows(
-    int8=(_WHOLE, _WHOLE, _HALF_ROWS),
-    int8_more=(_WHOLE, _WHOLE, _HALF_ROWS),
-    half=(_WHOLE, _WHOLE, _HALF_ROWS),
-    exact=_EXACT,
-)
+_WHOLE_TO_128 = (_WHOLE, _WHOLE, _HALF_ROWS)
+_WGMMA = _rows(int8=_WHOLE_TO_128, half=_WHOLE_TO_128, exact=_EXACT)
 # Before Triton 3.8, sums in tensor memory that are reduced to flags do not compile, nor do loads
 # ahead of rows that are no multiple of 16 long: tiles of 32 rows are multiplied as on sm_80.
 _SM_100 = {
@@ -153,26 +152,24 @@ _SM_100 = {
 }
 # sm_103 and sm_110 multiply int8 as sm_80 does, and 16 bits as sm_100 does.
 _MIXED = {**_SM_100, ("int8", 64): _ROOMY, ("int8+more", 64): _ROOMY}
+_WAVES = (Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1))
 _CDNA = _rows(
-    int8=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
-    int8_more=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
-    half=(Tiles(128, 4, 2), Tiles(128, 4, 2), Tiles(64, 4, 1)),
+    int8=_WAVES,
+    half=_WAVES,
     exact=(Tiles(128, 4, 2), Tiles(64, 4, 1), Tiles(32, 4, 1)),
 )
 # Few registers, and none of their own for accumulators: "exact" spills at every tile that was
 # tried, "int8" beyond head dim 128; there tiles that spill nothing need twice the instructions.
 _RDNA = _rows(
     int8=(Tiles(64, 4, 1), Tiles(32, 8, 1), Tiles(64, 8, 1)),
-    int8_more=(Tiles(64, 4, 1), Tiles(32, 8, 1), Tiles(64, 8, 1)),
     half=(Tiles(64, 16, 1), Tiles(32, 16, 1), Tiles(16, 16, 1)),
     exact=(Tiles(16, 8, 1), Tiles(16, 8, 1), Tiles(16, 8, 1)),
 )
 # Every way that programs may share a query block.
 _INTERPRETED = _rows(
-    int8=(_WHOLE, _WHOLE, _HALF_ROWS),
-    int8_more=(_WHOLE, _WHOLE, _HALF_ROWS),
+    int8=_WHOLE_TO_128,
     half=(_HALF_ROWS, _HALF_ROWS, Tiles(32, 8, 2)),
-    exact=(_WHOLE, _WHOLE, _HALF_ROWS),
+    exact=_WHOLE_TO_128,
 )
 _FN, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 _KB = 1024

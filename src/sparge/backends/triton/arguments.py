@@ -20,7 +20,7 @@ from .architectures import Architecture, architecture_of
 from .primitives import Pack, Sequence, Sizes, Types, ValueTypes
 
 LOG2E = math.log2(math.e)
-_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 # --- sizes and types ----------------------------------------------------------------------------
@@ -44,10 +44,6 @@ def rotated(D: int) -> int:
 def held_in(call: Call) -> torch.dtype:
     """The type that P and V, and in unquantized precisions Q and K, are multiplied in."""
     return torch.float32 if call.recipe.precision == "exact" else half_dtype(call.dtype)
-
-
-def tl_type(dtype: torch.dtype) -> Any:
-    return _TYPES[dtype]
 
 
 def most_of(dtype: torch.dtype) -> float:
@@ -81,7 +77,7 @@ def architecture(call: Call) -> Architecture:
 def types_of(call: Call) -> Types:
     held = held_in(call)
     exact = architecture(call).fp32 if call.recipe.precision == "exact" else ""
-    return Types(call.D, block_dim(call.D), tl_type(held), most_of(held), exact)
+    return Types(call.D, block_dim(call.D), TYPES[held], most_of(held), exact)
 
 
 def value_types(call: Call, fp8: torch.dtype | None = None) -> ValueTypes:
@@ -93,41 +89,32 @@ def value_types(call: Call, fp8: torch.dtype | None = None) -> ValueTypes:
 # --- packs --------------------------------------------------------------------------------------
 
 
+NO_PACK = Pack()
+
+
 @dataclass(frozen=True)
 class Packed:
     """Sequences of different lengths, all in one launch. Query and key blocks of all sequences are
     numbered one after another; none holds rows of two sequences.
 
     sequences: how many, 0 for a plain batch. n_q, n_k: blocks of all of them; most_k: key blocks of
-    the longest. table int32 `[sequences, 8]`: a `Sequence` for each. of_q, of_k: the sequence of
-    each block."""
+    the longest. of_queries, of_keys: for kernels with a program for each query or key block."""
 
     sequences: int = 0
     n_q: int = 0
     n_k: int = 0
     most_k: int = 0
-    table: Tensor | None = None
-    of_q: Tensor | None = None
-    of_k: Tensor | None = None
+    of_queries: Pack = NO_PACK
+    of_keys: Pack = NO_PACK
     cuts: tuple[tuple[int, ...], ...] = ()
     align: str = "top_left"
 
     def __bool__(self) -> bool:
         return self.sequences > 0
 
-    def of_queries(self) -> Pack:
-        """For kernels that have a program for each query block."""
-        return Pack(self.table, self.of_q)
-
-    def of_keys(self) -> Pack:
-        """For kernels that have a program for each key block."""
-        return Pack(self.table, self.of_k)
-
     def tiles(self, per_tile: int) -> Tensor | None:
         """Groups of query blocks that one program takes: `(sequence, first block of it)`."""
-        if not self or self.table is None:
-            return None
-        return _tiles(self.cuts[0], per_tile, self.table.device)
+        return _tiles(self.cuts[0], per_tile, self.of_queries.table.device) if self else None
 
 
 NOT_PACKED = Packed()
@@ -136,15 +123,10 @@ PACKS = 16
 for the same pack one after another, and a captured graph finds its tables where they were."""
 
 
-def pack(cuts: tuple[list[int], list[int]], align: str, device: torch.device) -> Packed:
-    """The tables of sequences cut at these rows; every sequence has queries and keys."""
-    return _pack((tuple(cuts[0]), tuple(cuts[1])), align, device)
-
-
 @lru_cache(maxsize=PACKS)
-def _pack(
-    cuts: tuple[tuple[int, ...], tuple[int, ...]], align: str, device: torch.device
-) -> Packed:
+def pack(q_cuts: tuple[int, ...], k_cuts: tuple[int, ...], align: str, device: Any) -> Packed:
+    """The tables of sequences cut at these rows; every sequence has queries and keys."""
+    cuts = q_cuts, k_cuts
     rows: list[Sequence] = []
     of_q: list[int] = []
     of_k: list[int] = []
@@ -168,8 +150,9 @@ def _pack(
         of_q += [seq] * n_q
         of_k += [seq] * n_k
         q_block, k_block, most_k = q_block + n_q, k_block + n_k, max(most_k, n_k)
-    table, of_q_block, of_k_block = (_copied(x, device) for x in (rows, of_q, of_k))
-    return Packed(len(rows), q_block, k_block, most_k, table, of_q_block, of_k_block, cuts, align)
+    table, *of_blocks = (_copied(x, device) for x in (rows, of_q, of_k))
+    packs = (Pack(table, blocks) for blocks in of_blocks)
+    return Packed(len(rows), q_block, k_block, most_k, *packs, cuts, align)
 
 
 @lru_cache(maxsize=2 * PACKS)

@@ -10,28 +10,26 @@ nothing to attend give zeros and -inf; a row that is not finite, or keeps a bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...values.blockplan import BlockPlan
+from ...values.blockplan import BlockPlan, raised_heads
 from ...values.call import Call
-from ...values.stages import Attended, Prepared, PreparedKeys, PreparedQueries
+from ...values.stages import Attended, Prepared, PreparedQueries
 from ...values.tokenmask import TokenMask
 from .architectures import Tiles
 from .arguments import LOG2E, Packed, architecture, most_of, per_head, sizes_of, types_of
-from .blocks import Lists, PooledPlan, hides, lists_of, mask_kind, mask_of, pools_of
+from .blocks import Lists, hides, lists_of, mask_kind, mask_of
 from .launch import DoesNotFit, launch
 from .operands import (
     KeysOnDevice,
+    in_own_precision,
     key_rows,
-    make_keys,
-    packed_of,
+    keys_of,
     pooled_entries,
     query_rows,
     value_rows,
@@ -40,23 +38,20 @@ from .primitives import (
     BLOCK_K,
     BLOCK_Q,
     ROW_GROUP,
-    Mask,
     PooledEntries,
     Rows,
-    Sizes,
     Strides,
-    ValueTypes,
+    View,
     as_held,
     sequence_of,
     wide,
 )
-from .tiles import Blocks, How, Queries, Sums, walk_blocks, walk_pooled
+from .tiles import Blocks, How, Queries, Sums, keys_of_head, walk_blocks, walk_pooled
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 EVERY_HEAD, NOT_RAISED, RAISED = 0, 1, 2
 """Key heads that a launch attends, by the flags of those that an error budget raised."""
-T = TypeVar("T")
 
 
 class Tensors(NamedTuple):
@@ -93,13 +88,11 @@ def attend_blocks(
     TYPES: tl.constexpr, VALUES: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """The whole of one program. q, k and v with scales are 8-bit codes."""
-    sizes = Sizes(Lq, Lk, n_q, n_k, n_blocks_k, offset)
     q = Rows(tensors.q, tensors.q_scale, q_strides)
     k = Rows(tensors.k, tensors.k_scale, k_strides)
     v = Rows(tensors.v, tensors.v_scale, v_strides)
-    mask = Mask(tensors.mask, mask_strides)
+    mask = View(tensors.mask, mask_strides)
     pooled, pack = tensors.pooled, tensors.pack
-    counts, block_lists, n_full = tensors.counts, tensors.block_lists, tensors.n_full
     CODED: tl.constexpr = q.scale is not None
     FAST: tl.constexpr = v.scale is not None
     BLOCK_M: tl.constexpr = HOW.BLOCK_M
@@ -115,8 +108,7 @@ def attend_blocks(
     seq = 0
     if pack.table is not None:
         seq = tl.load(pack.seq_of_block + i)
-    own = sequence_of(pack, seq, sizes)
-    n_k, n_blocks_k = sizes.n_k, sizes.n_blocks_k
+    own = sequence_of(pack, seq, Lq, Lk, offset)
     i_q = i - own.q_block0
     first_row = i_q * BLOCK_Q + part * BLOCK_M
     m = tl.arange(0, BLOCK_M)
@@ -130,7 +122,7 @@ def attend_blocks(
     token = wide(own.q_row0 + first_row)
     q_at = q.data + b * q.strides.b + wide(h) * q.strides.h + token * q.strides.n
     q_at += m[:, None] * q.strides.n + d[None, :]
-    tokens = head * sizes.Lq + token
+    tokens = head * Lq + token
     factor = tl.full([BLOCK_M], scale_log2, tl.float32)
     # own_q [BLOCK_M, BLOCK_D]
     if CODED:
@@ -148,16 +140,16 @@ def attend_blocks(
         if HOW.NEGATE:
             own_q = (0.0 - own_q.to(tl.float32)).to(TYPES.HELD)
 
-    row = head * sizes.n_q + i
+    row = head * n_q + i
     if not HOW.FILTERS:  # not kept in registers until the end
         tl.store(tensors.pv_skips + row * PARTS + part, 0)
-    block_list = block_lists + row * n_k
-    count = tl.load(counts + row)
+    block_list = tensors.block_lists + row * n_k
+    count = tl.load(tensors.counts + row)
     limit = own.Lk
     if HOW.CAUSAL:
         limit = tl.minimum(own.Lk, i_q * BLOCK_Q + own.offset + 1)
     if HOW.MASK:
-        full = tl.load(n_full + row)
+        full = tl.load(tensors.n_full + row)
     else:
         # Only the last three blocks of an ascending list may be cut: by the diagonal of 128 rows
         # or by the end of the keys. Scalar loads: a bound that comes from a reduction looks
@@ -168,24 +160,16 @@ def attend_blocks(
             block = tl.load(block_list + count - back, mask=listed, other=0)
             full -= (listed & ((block + 1) * BLOCK_K > limit)).to(tl.int32)
 
-    k_base = k.data + b * k.strides.b + h_k * k.strides.h
+    keys = keys_of_head(k, mask, own, h, h_k, b, key_head * n_blocks_k)
     v_base = v.data + b * v.strides.b + h_k * v.strides.h
-    if pack.table is not None:
-        # Codes are padded to whole blocks; the caller's rows are not.
-        first_key = own.k_block0 * BLOCK_K
-        k_base += wide(first_key if CODED else own.k_row0) * k.strides.n
-        if FAST:
-            v_base += first_key
-        else:
-            v_base += wide(own.k_row0) * v.strides.n
-        headroom *= own.octaves.to(tl.float32)
-    k_scales = k.scale + key_head * n_blocks_k + own.k_block0
     v_logs = v.scale
-    if FAST:
+    if FAST:  # padded to whole blocks, as codes of k are
+        v_base += own.k_block0 * BLOCK_K
         v_logs = v.scale + key_head * n_blocks_k + own.k_block0
-    mask_base = mask.data
-    if HOW.MASK:
-        mask_base = mask.data + b * mask.strides.b + wide(h) * mask.strides.h
+    else:
+        v_base += wide(own.k_row0) * v.strides.n
+    if pack.table is not None:
+        headroom *= own.octaves.to(tl.float32)
     skip_from = 0.0
     if HOW.FILTERS:
         skip_from = tl.load(tensors.pv_skip + h)
@@ -203,31 +187,15 @@ def attend_blocks(
     rows = first_row + m
     n_groups = tl.cdiv(tl.minimum(tl.maximum(own.Lq - first_row, 0), BLOCK_M), ROW_GROUP)
     queries = Queries(own_q, factor, rows, valid, n_groups)
-    blocks = Blocks(
-        k=k_base,
-        v=v_base,
-        k_scales=k_scales,
-        v_logs=v_logs,
-        mask=mask_base,
-        k_stride=k_strides.n,
-        v_stride=v_strides.n,
-        v_stride_d=v_strides.d,
-        mask_stride_m=mask_strides.m,
-        mask_stride_n=mask_strides.n,
-        listed=block_list,
-        Lk=own.Lk,
-        headroom=headroom,
-        pv_skip=skip_from,
-    )
-    sums = walk_blocks(
-        sums, queries, blocks, 0, full, rows, TYPES, VALUES, HOW, CODED, FAST, MASKED=False
-    )
+    values = Rows(v_base, v_logs, v.strides)
+    blocks = Blocks(keys, values, block_list, headroom, pv_skip=skip_from)
+    sums = walk_blocks(sums, queries, blocks, 0, full, rows, TYPES, VALUES, HOW, MASKED=False)
     # Made here, not to take registers before.
     last_key = rows * 0 + own.Lk - 1
     if HOW.CAUSAL:
         last_key = tl.minimum(rows + own.offset, last_key)
     sums = walk_blocks(
-        sums, queries, blocks, full, count, last_key, TYPES, VALUES, HOW, CODED, FAST, MASKED=True
+        sums, queries, blocks, full, count, last_key, TYPES, VALUES, HOW, MASKED=True
     )
     if FAST:
         # From units of its own to that of row_sum.
@@ -250,7 +218,7 @@ def attend_blocks(
         )
         n_entries = tl.cdiv(tl.maximum(limit, 0), HOW.POOL_GROUP)
         sums = walk_pooled(
-            sums, queries, entries, k_scales, n_entries, own.Lk, headroom, TYPES, VALUES, HOW, CODED
+            sums, queries, entries, keys.k.scale, n_entries, own.Lk, headroom, TYPES, VALUES, HOW
         )
 
     nothing = sums.row_sum == 0.0
@@ -275,133 +243,119 @@ def attend_blocks(
         tl.store(tensors.pv_skips + row * PARTS + part, sums.n_skips)
 
 
-_smaller: dict[tuple[str, Tiles], Tiles] = {}
-"""By architecture, what is launched in place of tiles that did not fit a card. The table was
-compiled for, so only a card with less shared memory than its architecture gets here."""
-
-
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
     """Heads that an error budget raised run in the caller's own precision, by a second launch: both
     look at the flags on the device."""
-    return in_tiles_that_fit(call, lambda: _attend_all(call, prepared, plan, tokens))
-
-
-def _attend_all(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
-    queries, keys, packed = prepared.queries, prepared.keys, packed_of(prepared)
-    lists = lists_of(plan, tokens, ascending=call.recipe.pv_skip is not None)
-    pools = _pools(keys, plan, tokens)
-    done = _empty(call, plan.counts)
+    queries, keys = prepared.queries, keys_of(prepared)
+    ascending, pooled = call.recipe.pv_skip is not None, keys.entries is not None
+    lists = lists_of(plan, tokens, ascending=ascending, pooled=pooled)
     if plan.measured is None or not call.recipe.quantized:
-        attend_lists(call, queries, keys, lists, pools, tokens, done, packed=packed)
-        return _finished(done)
-    raised = (plan.measured[2] > 0).any(0).view(call.Hk, -1).any(1).to(torch.uint8)
-    attend_lists(
-        call, queries, keys, lists, pools, tokens, done, packed=packed, raised=raised,
-        which=NOT_RAISED,
-    )  # fmt: skip
-    own = in_own_precision(call)
+        return attend_lists(call, queries, keys, lists, tokens)
     assert queries.own is not None
-    assert keys.own_key is not None
-    theirs = make_keys(own, keys.own_key, keys.own_value, None, coded=False)
-    again = _empty(own, plan.counts)._replace(out=done.out, lse=done.lse)
-    attend_lists(
-        own, PreparedQueries(queries.own), theirs, lists, pools, tokens, again, packed=packed,
-        raised=raised, which=RAISED,
-    )  # fmt: skip
-    of_heads = raised.repeat_interleave(call.Hq // call.Hk)[:, None] != 0
-    skips = torch.where(of_heads, _finished(again).pv_skips, _finished(done).pv_skips)
-    return done._replace(pv_skips=skips)
-
-
-def in_own_precision(call: Call) -> Call:
-    return replace(call, recipe=replace(call.recipe, precision=call.own_precision))
-
-
-def _empty(call: Call, counts: Tensor) -> Attended:
-    """Outputs to be written; skips of the second filter apart for each program of a query block."""
-    tiles = tiles_of(call)
-    out = counts.new_empty((call.B, call.Hq, call.Lq, call.Dv), dtype=call.dtype)
-    lse = counts.new_empty((call.B, call.Hq, call.Lq), dtype=torch.float32)
-    return Attended(out, lse, counts.new_empty((*counts.shape, tiles.programs)))
-
-
-def _finished(done: Attended) -> Attended:
-    skips = done.pv_skips
-    skips = skips[..., 0] if skips.shape[-1] == 1 else skips.sum(-1, dtype=torch.int32)
-    return Attended(done.out, done.lse, skips)
+    assert keys.raised is not None
+    flags = raised_heads(plan.measured).view(call.Hk, -1).any(1).to(torch.uint8)
+    done = attend_lists(call, queries, keys, lists, tokens, raised=flags, which=NOT_RAISED)
+    again = attend_lists(
+        in_own_precision(call),
+        PreparedQueries(queries.own),
+        keys.raised,
+        lists,
+        tokens,
+        into=(done.out, done.lse),
+        raised=flags,
+        which=RAISED,
+    )
+    of_heads = flags.repeat_interleave(call.Hq // call.Hk)[:, None] != 0
+    return done._replace(pv_skips=torch.where(of_heads, again.pv_skips, done.pv_skips))
 
 
 def attend_lists(
     call: Call,
     queries: PreparedQueries,
-    keys: PreparedKeys,
+    keys: KeysOnDevice,
     lists: Lists,
-    pools: Tensor | None,
     tokens: TokenMask,
-    done: Attended,
     *,
-    packed: Packed,
+    into: tuple[Tensor, Tensor] | None = None,
     raised: Tensor | None = None,
     which: int = EVERY_HEAD,
-) -> None:
-    """One launch over the lists of every query block."""
-    tiles, recipe = tiles_of(call), call.recipe
+) -> Attended:
+    """One launch over the lists of every query block, with smaller tiles for as long as the kernel
+    does not fit the card. into: out and lse to be written, made here by default."""
+    recipe, counts, packed = call.recipe, lists.counts, keys.packed
     sizes = sizes_of(call, packed, tokens.offset)
+    if into is None:
+        out = counts.new_empty((call.B, call.Hq, call.Lq, call.Dv), dtype=call.dtype)
+        into = out, counts.new_empty((call.B, call.Hq, call.Lq), dtype=torch.float32)
+    out, lse = into
     filters, filter_from = recipe.pv_skip is not None, None
     if filters:
-        device = lists.counts.device
-        filter_from = per_head(recipe.pv_skip, call.Hq, math.inf, LOG2E, torch.float32, device)
+        filter_from = per_head(
+            recipe.pv_skip, call.Hq, math.inf, LOG2E, torch.float32, counts.device
+        )
     q, k, mask = query_rows(call, queries), key_rows(call, keys), mask_of(tokens)
-    values, value_types = _values_by_unit(call, keys)
-    group = 0 if keys.entries is None or pools is None else keys.entries.group
-    launch(
-        attend_blocks,
-        (sizes.n_q * tiles.programs, call.Hq, call.B),
-        tiles.options,
-        tensors=Tensors(
-            q=q.data,
-            k=k.data,
-            v=values.data,
-            out=done.out,
-            lse=done.lse,
-            q_scale=q.scale,
-            k_scale=k.scale,
-            v_scale=values.scale,
-            lse_shift=queries.lse_shift,
-            counts=lists.counts,
-            block_lists=lists.blocks,
-            n_full=lists.n_full,
-            pv_skips=done.pv_skips,
-            pv_skip=filter_from,
-            mask=mask.data,
-            pooled=pooled_entries(call, keys, pools),
-            raised=raised,
-            pack=packed.of_queries(),
-        ),
-        q_strides=q.strides,
-        k_strides=k.strides,
-        v_strides=values.strides,
-        out_strides=Strides(*done.out.stride()[:3]),
-        mask_strides=mask.strides,
-        Hq=call.Hq,
-        group=call.Hq // call.Hk,
-        **sizes._asdict(),
-        scale_log2=abs(call.scale) * LOG2E,
-        headroom=_headroom(call, packed),
-        TYPES=types_of(call),
-        VALUES=value_types,
-        HOW=How(
-            BLOCK_M=tiles.block_m,
-            ENTRIES=tiles.entries,
-            POOL_GROUP=group,
-            OUT_MOST=most_of(call.dtype),
-            NEGATE=call.scale < 0,
-            CAUSAL=hides(tokens, packed),
-            MASK=mask_kind(tokens),
-            FILTERS=filters,
-            RAISED=which,
-        ),
-    )
+    values, value_types = value_rows(call, keys)
+    if values.scale is not None:  # 8-bit values are summed in units of a power of two
+        values = values._replace(scale=keys.v_logs)
+    while True:
+        tiles = tiles_of(call)
+        skips = counts.new_empty((*counts.shape, tiles.programs))
+        try:
+            launch(
+                attend_blocks,
+                (sizes.n_q * tiles.programs, call.Hq, call.B),
+                tiles.options,
+                tensors=Tensors(
+                    q=q.data,
+                    k=k.data,
+                    v=values.data,
+                    out=out,
+                    lse=lse,
+                    q_scale=q.scale,
+                    k_scale=k.scale,
+                    v_scale=values.scale,
+                    lse_shift=queries.lse_shift,
+                    counts=counts,
+                    block_lists=lists.blocks,
+                    n_full=lists.n_full,
+                    pv_skips=skips,
+                    pv_skip=filter_from,
+                    mask=mask.data,
+                    pooled=pooled_entries(call, keys, lists.pools),
+                    raised=raised,
+                    pack=packed.of_queries,
+                ),
+                q_strides=q.strides,
+                k_strides=k.strides,
+                v_strides=values.strides,
+                out_strides=Strides(*out.stride()[:3]),
+                mask_strides=mask.strides,
+                Hq=call.Hq,
+                group=call.Hq // call.Hk,
+                **sizes._asdict(),
+                scale_log2=abs(call.scale) * LOG2E,
+                headroom=_headroom(call, packed),
+                TYPES=types_of(call),
+                VALUES=value_types,
+                HOW=How(
+                    BLOCK_M=tiles.block_m,
+                    ENTRIES=tiles.entries,
+                    POOL_GROUP=0 if keys.entries is None else keys.entries.group,
+                    OUT_MOST=most_of(call.dtype),
+                    NEGATE=call.scale < 0,
+                    CAUSAL=hides(tokens, packed),
+                    MASK=mask_kind(tokens),
+                    FILTERS=filters,
+                    RAISED=which,
+                ),
+            )
+        except DoesNotFit:
+            if not _shrink(call):
+                raise
+        else:
+            break
+    skips = skips[..., 0] if tiles.programs == 1 else skips.sum(-1, dtype=torch.int32)
+    return Attended(out, lse, skips)
 
 
 def _headroom(call: Call, packed: Packed) -> float:
@@ -412,54 +366,30 @@ def _headroom(call: Call, packed: Packed) -> float:
     return 1.0 if packed else float((call.Lk - 1).bit_length())
 
 
-def _values_by_unit(call: Call, keys: PreparedKeys) -> tuple[Rows, ValueTypes]:
-    """8-bit values are summed in units of a power of two: logarithms in place of scales."""
-    values, types = value_rows(call, keys)
-    if values.scale is not None:
-        logs = keys.v_logs if isinstance(keys, KeysOnDevice) else None
-        values = values._replace(
-            scale=values.scale.clamp(min=1e-37).log2() if logs is None else logs
-        )
-    return values, types
-
-
-def _pools(keys: PreparedKeys, plan: BlockPlan, tokens: TokenMask) -> Tensor | None:
-    """Which blocks are pooled: as `select` of this call found, or read off the plan."""
-    if keys.entries is None:
-        return None
-    return plan.pools if isinstance(plan, PooledPlan) else pools_of(plan, tokens)
+_smaller: dict[tuple[str, Tiles], Tiles] = {}
+"""By architecture, what is launched in place of tiles that did not fit a card. The table was
+compiled for, so only a card with less shared memory than its architecture gets here."""
 
 
 def tiles_of(call: Call) -> Tiles:
     """The tiles that a call is attended in on its card."""
     found, recipe = architecture(call), call.recipe
-    uneven = call.D % 16 != 0 or call.Dv % 16 != 0
     tiles = found.tiles_for(
         recipe.precision,
         max(call.D, call.Dv),
         filters=recipe.pv_skip is not None,
         masked=call.has_mask,
-        uneven=uneven,
+        uneven=call.D % 16 != 0 or call.Dv % 16 != 0,
     )
-    return _smaller.get((found.name, tiles), tiles)
-
-
-def in_tiles_that_fit(call: Call, attend: Callable[[], T]) -> T:
-    """`attend()`, again with smaller tiles for as long as its kernel does not fit the card."""
-    while True:
-        try:
-            return attend()
-        except DoesNotFit:
-            shrunk = [_shrink(each) for each in (call, in_own_precision(call))]
-            if not any(shrunk):
-                raise
+    while (found.name, tiles) in _smaller:
+        tiles = _smaller[found.name, tiles]
+    return tiles
 
 
 def _shrink(call: Call) -> bool:
-    now, name = tiles_of(call), architecture(call).name
+    """Have smaller tiles from now on, if there are any."""
+    now = tiles_of(call)
     less = now.smaller()
-    if less is None:
-        return False
-    replaced = [key for key, tiles in _smaller.items() if tiles == now and key[0] == name]
-    _smaller.update(dict.fromkeys([(name, now), *replaced], less))
-    return True
+    if less is not None:
+        _smaller[architecture(call).name, now] = less
+    return less is not None

@@ -13,7 +13,6 @@ attention and needs no more memory than 128 rows of scores of each head.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,15 +22,6 @@ from ...values.call import BLOCK_K, BLOCK_Q, ROW_GROUP, Call, block_range, in_bl
 from ...values.recipe import heads_of
 from ...values.stages import Gradients, Saved, working
 from ...values.tokenmask import TokenMask
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A query block of the query heads `h … h + group - 1` of batch entry b."""
-
-    b: int
-    heads: slice
-    rows: slice
 
 
 def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gradients:
@@ -47,10 +37,9 @@ def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gr
         for h_k in range(call.Hk):
             heads = slice(h_k * group, (h_k + 1) * group)
             for i_q in range(call.n_q):
-                block = _Block(b, heads, block_range(i_q, BLOCK_Q, call.Lq))
-                scores = _scores(call, q, k[b, h_k], block, kept[b, heads, i_q], tokens)
+                mine = (b, heads, block_range(i_q, BLOCK_Q, call.Lq))
+                scores = _scores(call, q[mine], k[b, h_k], mine, kept[b, heads, i_q], tokens)
                 p = _probabilities(scores, pv_skip[heads])
-                mine = (b, heads, block.rows)
                 dv[b, h_k] += torch.einsum("hrk,hrd->kd", p, do[mine])
                 dp = do[mine] @ v[b, h_k].T
                 ds = p * (dp - delta[mine].unsqueeze(-1)) * call.scale
@@ -60,16 +49,20 @@ def backward(call: Call, saved: Saved, plan: BlockPlan, tokens: TokenMask) -> Gr
 
 
 def _scores(
-    call: Call, q: Tensor, k: Tensor, block: _Block, kept: Tensor, tokens: TokenMask
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    mine: tuple[int, slice, slice],
+    kept: Tensor,
+    tokens: TokenMask,
 ) -> Tensor:
-    """Natural-log scores `[heads, rows, Lk]`, -inf where masked or skipped."""
-    s = q[block.b, block.heads, block.rows] @ k.T * call.scale
+    """Natural-log scores `[heads, rows, Lk]`, -inf where masked or skipped. mine: the batch entry,
+    query heads and rows of q."""
+    s = q @ k.T * call.scale
     open_keys = kept.repeat_interleave(BLOCK_K, -1)[:, None, : call.Lk]
-    parts = [
-        tokens.region(block.b, h, block.rows, slice(None), s.device)
-        for h in range(block.heads.start, block.heads.stop)
-    ]
-    for at, (allowed, bias) in enumerate(parts):
+    b, heads, rows = mine
+    for at, h in enumerate(range(heads.start, heads.stop)):
+        allowed, bias = tokens.region(b, h, rows, slice(None), s.device)
         if bias is not None:
             s[at] = (s[at] + bias.float()).clamp(min=torch.finfo(torch.float32).min)
         if allowed is not None:

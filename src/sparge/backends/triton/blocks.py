@@ -24,11 +24,9 @@ from .primitives import (
     EXCLUDED,
     NO_MASK,
     OPEN,
-    BatchSizes,
-    Kinds,
     KindStrides,
-    Mask,
     MaskStrides,
+    View,
     wide,
 )
 
@@ -56,11 +54,11 @@ class SelectedLists(NamedTuple):
 
 
 @triton.jit
-def kinds_of_row(kinds, strides, h, b, i, n_k):
+def kinds_of_row(kinds, h, b, i, n_k):
     """Kinds of the key blocks of query block i under the caller's mask; None without one."""
-    kinds_row = kinds
-    if kinds is not None:
-        kinds_row = kinds + b * strides.b + wide(h) * strides.h + i * n_k
+    kinds_row = kinds.data
+    if kinds.data is not None:
+        kinds_row = kinds.data + b * kinds.strides.b + wide(h) * kinds.strides.h + i * n_k
     return kinds_row
 
 
@@ -104,18 +102,40 @@ def allowed_of(j, stop, kinds_row):
     return may
 
 
+@triton.jit
+def append_kept(made, row, j, kept, opens, n_kept, n_k, stop):
+    """How many blocks of a row are kept after those among key blocks `j`, which are listed in the
+    `SelectedLists`. Open ones that are not kept are pooled."""
+    flags = kept.to(tl.int32)
+    slot = n_kept + tl.cumsum(flags, 0) - flags
+    tl.store(made.indices + row * n_k + slot, j, mask=kept)
+    if made.pools is not None:
+        at = made.pools + row * n_k + j
+        tl.store(at, (opens & (kept == 0)).to(tl.uint8), mask=j < stop)
+    return n_kept + tl.sum(flags, 0)
+
+
+@triton.jit
+def end_list(made, row, n_kept, n_k):
+    """-1 behind the list of a row, and its count."""
+    for start in tl.range(n_kept, n_k, AT_ONCE):
+        j = start + tl.arange(0, AT_ONCE)
+        tl.store(made.indices + row * n_k + j, tl.full([AT_ONCE], -1, tl.int32), mask=j < n_k)
+    tl.store(made.counts + row, n_kept)
+
+
 @triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset"])
 def classify_blocks(
-    mask, kinds, strides, Lq, Lk, n_q, n_k, offset, heads,
+    mask, kinds, Lq, Lk, n_q, n_k, offset, heads,
     CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Excluded, mixed or open, of every block under the caller's mask and the diagonal."""
-    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
     j, i = tl.program_id(0), tl.program_id(1)
     b, h = tl.program_id(2) // heads, tl.program_id(2) % heads
-    base = mask + b.to(tl.int64) * strides.b + h.to(tl.int64) * strides.h
+    strides = mask.strides
+    base = mask.data + b.to(tl.int64) * strides.b + h.to(tl.int64) * strides.h
     rows, cols = i * BLOCK_Q + tl.arange(0, BLOCK_Q), j * BLOCK_K + tl.arange(0, BLOCK_K)
-    there = (rows < sizes.Lq)[:, None] & (cols < sizes.Lk)[None, :]  # [128, 64]
+    there = (rows < Lq)[:, None] & (cols < Lk)[None, :]  # [128, 64]
     at = base + rows[:, None].to(tl.int64) * strides.m
     at = at + cols[None, :].to(tl.int64) * strides.n
     given = tl.load(at, mask=there, other=0)
@@ -126,20 +146,20 @@ def classify_blocks(
         may = there & (given != float("-inf"))
         plain = there & (given == 0.0)
     if CAUSAL:
-        seen = cols[None, :] <= rows[:, None] + sizes.offset
+        seen = cols[None, :] <= rows[:, None] + offset
         may, plain = may & seen, plain & seen
     some = tl.max(tl.max(may.to(tl.int32), 1), 0)
     every = tl.min(tl.min((plain | (there == 0)).to(tl.int32), 1), 0)
-    row = tl.program_id(2).to(tl.int64) * sizes.n_q + i
-    tl.store(kinds + row * sizes.n_k + j, (some + every).to(tl.int8))
+    row = tl.program_id(2).to(tl.int64) * n_q + i
+    tl.store(kinds + row * n_k + j, (some + every).to(tl.int8))
 
 
 @triton.jit(do_not_specialize=["Lk", "n_q", "n_k"])
-def split_lists(counts, indices, kinds, lists, n_full, strides, Hq, Lk, n_q, n_k):
+def split_lists(counts, indices, lists, n_full, kinds, Hq, Lk, n_q, n_k):
     """Blocks that need no mask first, then the others; both ascending."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = (b * Hq + h) * n_q + i
-    kinds_row = kinds_of_row(kinds, strides, h, b, i, n_k)
+    kinds_row = kinds_of_row(kinds, h, b, i, n_k)
     n = tl.arange(0, AT_ONCE)
     count = tl.load(counts + row)
     done = 0
@@ -176,22 +196,22 @@ def hides(tokens: TokenMask, packed: Packed) -> bool:
     return tokens.is_causal if packed else is_causal(tokens)
 
 
-def mask_of(tokens: TokenMask) -> Mask:
+def mask_of(tokens: TokenMask) -> View:
     mask = tokens.attn_mask
     if mask is None:
-        return Mask(None, MaskStrides())
+        return View(None, MaskStrides())
     strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
     data = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return Mask(data, MaskStrides(*strides))
+    return View(data, MaskStrides(*strides))
 
 
-def kinds_under(tokens: TokenMask) -> Kinds:
+def kinds_under(tokens: TokenMask) -> View:
     """Kinds of blocks under the caller's mask."""
     if tokens.attn_mask is None:
-        return Kinds(None, KindStrides())
+        return View(None, KindStrides())
     kinds = block_kinds(tokens) if tokens.kinds is None else tokens.kinds
     strides = [0 if n == 1 else s for n, s in zip(kinds.shape[:2], kinds.stride(), strict=False)]
-    return Kinds(kinds, KindStrides(*strides))
+    return View(kinds, KindStrides(*strides))
 
 
 def block_kinds(tokens: TokenMask) -> Tensor:
@@ -199,15 +219,13 @@ def block_kinds(tokens: TokenMask) -> Tensor:
     mask = tokens.attn_mask
     assert mask is not None
     n_q, n_k = n_blocks(tokens.Lq, BLOCK_Q.value), n_blocks(tokens.Lk, BLOCK_K.value)
-    given = mask_of(tokens)
     kinds = mask.new_empty((*mask.shape[:2], n_q, n_k), dtype=torch.int8)
     launch(
         classify_blocks,
         (n_k, n_q, mask.shape[0] * mask.shape[1]),
         {"num_warps": 4},
-        mask=given.data,
+        mask=mask_of(tokens),
         kinds=kinds,
-        strides=given.strides,
         Lq=tokens.Lq,
         Lk=tokens.Lk,
         n_q=n_q,
@@ -241,21 +259,29 @@ def plan_of(
 @dataclass(frozen=True)
 class Lists:
     """Kept blocks `[B, Hq, n_q, n_k]` and their counts. n_full: how many need no mask, which are
-    first; None without a mask of the caller's, where the kernel finds out."""
+    first; None without a mask of the caller's, where the kernel finds out. pools: as of
+    `SelectedLists`."""
 
     counts: Tensor
     blocks: Tensor
     n_full: Tensor | None = None
+    pools: Tensor | None = None
 
 
-def lists_of(plan: BlockPlan, tokens: TokenMask, *, ascending: bool) -> Lists:
-    """The lists of a plan, full blocks first. Without a mask they are ascending as they are."""
-    kinds, counts, indices = kinds_under(tokens), plan.counts.contiguous(), plan.indices
+def lists_of(plan: BlockPlan, tokens: TokenMask, *, ascending: bool, pooled: bool) -> Lists:
+    """The lists of a plan, blocks that need no mask first unless they are to be ascending, as the
+    second filter asks for."""
+    kinds, counts, indices = (
+        kinds_under(tokens),
+        plan.counts.contiguous(),
+        plan.indices.contiguous(),
+    )
+    pools = _pools(plan, tokens, kinds.data) if pooled else None
     if kinds.data is None:
-        return Lists(counts, indices.contiguous())
-    n_full = torch.zeros_like(plan.counts)
-    if ascending:  # every block is masked, in the order that the second filter asks for
-        return Lists(counts, indices.contiguous(), n_full)
+        return Lists(counts, indices, pools=pools)
+    n_full = torch.zeros_like(counts)
+    if ascending:
+        return Lists(counts, indices, n_full, pools)
     lists = torch.empty_like(indices)
     B, Hq, n_q = counts.shape
     launch(
@@ -263,22 +289,22 @@ def lists_of(plan: BlockPlan, tokens: TokenMask, *, ascending: bool) -> Lists:
         (n_q, Hq, B),
         {"num_warps": 2},
         counts=counts,
-        indices=indices.contiguous(),
-        kinds=kinds.data,
+        indices=indices,
         lists=lists,
         n_full=n_full,
-        strides=kinds.strides,
+        kinds=kinds,
         Hq=Hq,
         Lk=tokens.Lk,
         n_q=n_q,
         n_k=indices.shape[3],
     )
-    return Lists(counts, lists, n_full)
+    return Lists(counts, lists, n_full, pools)
 
 
-def pools_of(plan: BlockPlan, tokens: TokenMask) -> Tensor:
-    """Blocks that are skipped and open, of a plan that was not made by this backend's select."""
-    kinds = kinds_under(tokens).data
+def _pools(plan: BlockPlan, tokens: TokenMask, kinds: Tensor | None) -> Tensor | None:
+    """Blocks that are skipped and open: as `select` of this call found, or read off the plan."""
+    if isinstance(plan, PooledPlan):
+        return plan.pools
     if kinds is None:
         kinds = tokens.block_kinds(plan.indices.device)
     return ((kinds == OPEN.value) & ~plan.to_mask()).to(torch.uint8)

@@ -25,14 +25,15 @@ from ...support.device_constants import constant
 from ...values.blockplan import BlockPlan
 from ...values.call import Call
 from ...values.recipe import KeepError, Recipe
-from ...values.stages import Prepared, PreparedKeys, PreparedQueries, QTensor
+from ...values.stages import Prepared, PreparedQueries, QTensor
 from ...values.tokenmask import TokenMask
 from .arguments import LOG2E, types_of, within
 from .blocks import (
     AT_ONCE,
     Forced,
-    SelectedLists,
     allowed_of,
+    append_kept,
+    end_list,
     forced_blocks,
     is_causal,
     is_forced,
@@ -44,19 +45,18 @@ from .blocks import (
     plan_of,
 )
 from .launch import launch
-from .operands import QueriesOnDevice, empty_lists, key_rows, pooled_entries, query_rows, value_rows
-from .primitives import (
-    BLOCK_K,
-    BLOCK_Q,
-    BatchSizes,
-    PooledEntries,
-    Rows,
-    add_scores,
-    as_held,
-    causal_stop,
-    wide,
+from .operands import (
+    KeysOnDevice,
+    QueriesOnDevice,
+    empty_lists,
+    key_rows,
+    keys_of,
+    pooled_entries,
+    query_rows,
+    value_rows,
 )
-from .tiles import RowTile, Scored, load_rows, score_row, score_rows
+from .primitives import BLOCK_K, BLOCK_Q, Sequence, add_scores, as_held, causal_stop, wide
+from .tiles import keys_of_head, load_rows, score_row, score_rows
 
 ROWS = tl.constexpr(16)
 N = tl.constexpr(64)
@@ -65,36 +65,22 @@ STEPS_AT_ONCE = 32
 _OPTIONS = {"num_warps": 4, "num_stages": 2}
 
 
-@triton.jit
-def scored_head(k, k_scale, k_strides, mask, m_strides, h, b, h_k, key_head, sizes):
-    """The `Scored` of one head: its keys, their scales and its mask."""
-    k_base = k + b * k_strides.b + h_k * k_strides.h
-    scales = k_scale + key_head * sizes.n_k
-    mask_base = mask
-    if mask is not None:
-        mask_base = mask + b * m_strides.b + wide(h) * m_strides.h
-    return Scored(
-        k_base, k_strides.n, scales, mask_base, m_strides.m, m_strides.n, sizes.Lk
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset", "sink", "reach", "n_ranges"])
 def first_steps(
-    mass, masses, ranges, kinds, first, allowed, kind_strides,
+    mass, masses, ranges, first, allowed, kinds,
     Hq, Lq, Lk, n_q, n_k, offset, sink, reach, n_ranges,
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """One query block: 0 for forced blocks and where nothing is known, -1 for excluded blocks."""
-    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
+    own = Sequence(0, Lq, 0, Lk, 0, 0, offset, 0)
     force = Forced(sink, reach, n_ranges)
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n_k = sizes.n_k
-    row = (b * Hq + h) * sizes.n_q + i
+    row = (b * Hq + h) * n_q + i
     mass_row = mass + row * n_k
-    kinds_row = kinds_of_row(kinds, kind_strides, h, b, i, n_k)
+    kinds_row = kinds_of_row(kinds, h, b, i, n_k)
     stop = n_k
     if CAUSAL:
-        stop = causal_stop(tl.minimum((i + 1) * BLOCK_Q, sizes.Lq) - 1, sizes.offset, n_k)
+        stop = causal_stop(tl.minimum((i + 1) * BLOCK_Q, Lq) - 1, offset, n_k)
     n = tl.arange(0, N)
     whole = tl.zeros([], tl.float64)
     n_odd, n_may = 0, 0
@@ -115,11 +101,11 @@ def first_steps(
         for other in tl.range(0, stop, N):
             k = other + n
             theirs = tl.load(mass_row + k, mask=allowed_of(k, stop, kinds_row), other=0.0)
-            larger = theirs[None, :] > m[:, None]
+            larger = theirs[None, :] > m[:, None]  # [64, 64]
             tied = (theirs[None, :] == m[:, None]) & (k[None, :] < j[:, None])
             ahead += tl.sum(tl.where(larger | tied, theirs[None, :].to(tl.float64), 0.0), 1)
         found = tl.sum((ahead[:, None] >= reach_of[None, :]).to(tl.int32), 1)
-        forced = is_forced(i, j, sizes, ranges, force, CAUSAL, NEAR)
+        forced = is_forced(i, j, own, ranges, force, CAUSAL=CAUSAL, NEAR=NEAR)
         found = tl.where(forced, 0, found) * known
         found = tl.where(may, found, -1)
         tl.store(first + row * n_k + j, found, mask=j < n_k)
@@ -128,42 +114,36 @@ def first_steps(
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset", "n_rows"])
 def survey_rows(
-    q, k, q_scale, k_scale, mask, first, rows, dropped, q_strides, k_strides, mask_strides,
+    q, k, mask, first, rows, dropped,
     Hq, group, Lq, Lk, n_q, n_k, offset, n_rows, scale_log2,
     TYPES: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """16 rows of one head: the share of their mass that each step drops; 0 for rows of -1."""
-    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
-    CODED: tl.constexpr = q_scale is not None
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     h_k = wide(h // group)
     head, key_head = b * Hq + h, b * (Hq // group) + h_k
-    n_k = sizes.n_k
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    own = tl.load(rows + head * n_rows + place, mask=place < n_rows, other=-1).to(tl.int32)
-    used = own >= 0
-    own = tl.maximum(own, 0)
-    queries = Rows(q, q_scale, q_strides)
-    own_q, factor = load_rows(queries, head * sizes.Lq, h, b, 0, own, used, scale_log2, TYPES)
-    last_key = own + sizes.offset
-    tile = RowTile(own_q, factor, own, used, last_key)
-    scored = scored_head(
-        k, k_scale, k_strides, mask, mask_strides, h, b, h_k, key_head, sizes
-    )  # fmt: skip
+    row = tl.load(rows + head * n_rows + place, mask=place < n_rows, other=-1).to(tl.int32)
+    used = row >= 0
+    row = tl.maximum(row, 0)
+    queries = load_rows(q, head * Lq, h, b, 0, row, used, scale_log2, TYPES)
+    last_key = row + offset
+    own = Sequence(0, Lq, 0, Lk, 0, 0, offset, 0)
+    keys = keys_of_head(k, mask, own, h, h_k, b, key_head * n_k)
     stop = n_k
     if CAUSAL:
         stop = causal_stop(tl.max(last_key, 0), 0, n_k)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for j in tl.range(0, stop):
-        s = score_rows(tile, scored, j, TYPES, CAUSAL, MASK, CODED)
+        s = score_rows(queries, last_key, keys, j, TYPES, CAUSAL=CAUSAL, MASK=MASK)
         best, total = add_scores(s, best, total)
     shift = tl.where(best == float("-inf"), 0.0, best)
     step = tl.arange(0, N)
-    missing = tl.zeros([ROWS, N], tl.float32)
-    first_row = first + (head * sizes.n_q + own // BLOCK_Q) * n_k
+    missing = tl.zeros([ROWS, N], tl.float32)  # of each row and step
+    first_row = first + (head * n_q + row // BLOCK_Q) * n_k
     for j in tl.range(0, stop):
-        s = score_rows(tile, scored, j, TYPES, CAUSAL, MASK, CODED)
+        s = score_rows(queries, last_key, keys, j, TYPES, CAUSAL=CAUSAL, MASK=MASK)
         mine = tl.sum(tl.math.exp2(s - shift[:, None]), 1)
         kept_from = tl.load(first_row + j, mask=used, other=-1)
         missing += tl.where(kept_from[:, None] > step[None, :], mine[:, None], 0.0)
@@ -174,45 +154,41 @@ def survey_rows(
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset", "n_rows"])
 def measure_rows(
-    q, k, v, q_scale, k_scale, v_scale, mask, kinds, first, steps, rows, outs, pooled,
-    q_strides, k_strides, v_strides, mask_strides, kind_strides,
+    q, k, v, mask, first, steps, rows, outs, pooled, kinds,
     Hq, group, Lq, Lk, n_q, n_k, offset, n_rows, scale_log2,
     TYPES: tl.constexpr, VALUES: tl.constexpr, STEPS: tl.constexpr, BLOCK_S: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, POOL_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One row: outputs over the blocks of each of STEPS steps, then over all, `[STEPS + 1, DV]`, P
     and V rounded as `attend` rounds them."""
-    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
-    CODED: tl.constexpr = q_scale is not None
+    CODED: tl.constexpr = q.scale is not None
     BLOCK_D: tl.constexpr = TYPES.BLOCK_D
     DV: tl.constexpr = VALUES.DV
     BLOCK_DV: tl.constexpr = VALUES.BLOCK_DV
     at_row, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     h_k = wide(h // group)
     head, key_head = b * Hq + h, b * (Hq // group) + h_k
-    Lk, n_k = sizes.Lk, sizes.n_k
     row = tl.maximum(tl.load(rows + head * n_rows + at_row).to(tl.int32), 0)
     n, d, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_at = q + b * q_strides.b + wide(h) * q_strides.h + wide(row) * q_strides.n + d
+    q_at = q.data + b * q.strides.b + wide(h) * q.strides.h + wide(row) * q.strides.n + d
     if CODED:
         own_q = tl.load(q_at).to(tl.int32)  # [BLOCK_D]
-        factor = scale_log2 * tl.load(q_scale + head * sizes.Lq + row)
+        factor = scale_log2 * tl.load(q.scale + head * Lq + row)
     else:
         own_q = as_held(tl.load(q_at, mask=d < TYPES.D, other=0.0), TYPES).to(tl.float32)
         factor = scale_log2 + tl.sum(own_q * 0.0, 0)
-    scored = scored_head(
-        k, k_scale, k_strides, mask, mask_strides, h, b, h_k, key_head, sizes
-    )  # fmt: skip
-    v_base = v + b * v_strides.b + h_k * v_strides.h
+    own = Sequence(0, Lq, 0, Lk, 0, 0, offset, 0)
+    keys = keys_of_head(k, mask, own, h, h_k, b, key_head * n_k)
+    v_base = v.data + b * v.strides.b + h_k * v.strides.h
     i = row // BLOCK_Q
-    kinds_row = kinds_of_row(kinds, kind_strides, h, b, i, n_k)
-    last_key = row + sizes.offset
+    kinds_row = kinds_of_row(kinds, h, b, i, n_k)
+    last_key = row + offset
     stop = n_k
     if CAUSAL:
         stop = causal_stop(last_key, 0, n_k)
     best = tl.full([], float("-inf"), tl.float32)
     for j in tl.range(0, stop):
-        s = score_row(own_q, factor, row, last_key, scored, j, TYPES, CAUSAL, MASK, CODED)
+        s = score_row(own_q, factor, row, last_key, keys, j, TYPES, CAUSAL=CAUSAL, MASK=MASK)
         best = tl.maximum(best, tl.max(s, 0))
     shift = tl.where(best == float("-inf"), 0.0, best)
     slot = tl.arange(0, BLOCK_S)
@@ -222,24 +198,24 @@ def measure_rows(
     sums = tl.zeros([BLOCK_S], tl.float32)
     first_row = first
     if STEPS > 0:
-        first_row = first + (head * sizes.n_q + i) * n_k
+        first_row = first + (head * n_q + i) * n_k
     for j in tl.range(0, stop):
-        s = score_row(own_q, factor, row, last_key, scored, j, TYPES, CAUSAL, MASK, CODED)
+        s = score_row(own_q, factor, row, last_key, keys, j, TYPES, CAUSAL=CAUSAL, MASK=MASK)
         left = Lk - j * BLOCK_K
         p = tl.math.exp2(s - shift)
         mine = tl.sum(p, 0)
         # own_v, values [64, BLOCK_DV]
         there = (n < left)[:, None] & (dv < DV)[None, :]
-        if v_scale is not None:
-            at = v_base + j * BLOCK_K + n[:, None] + dv[None, :] * v_strides.d
+        if v.scale is not None:
+            at = v_base + j * BLOCK_K + n[:, None] + dv[None, :] * v.strides.d
             own_v = tl.load(at)
             top = tl.max(p, 0)
             unit = tl.where(top > 0.0, top, 1.0) * (1.0 / VALUES.P_MAX)
             p = (p / unit).to(own_v.dtype).to(tl.float32) * unit
-            values = own_v.to(tl.float32) * tl.load(v_scale + key_head * n_k + j)
+            values = own_v.to(tl.float32) * tl.load(v.scale + key_head * n_k + j)
         else:
-            at = v_base + wide(j) * wide(BLOCK_K * v_strides.n)
-            at = at + n[:, None] * v_strides.n + dv[None, :]
+            at = v_base + wide(j) * wide(BLOCK_K * v.strides.n)
+            at = at + n[:, None] * v.strides.n + dv[None, :]
             values = as_held(tl.load(at, mask=there, other=0.0), TYPES).to(tl.float32)
             if TYPES.EXACT == "":
                 p = p.to(TYPES.HELD).to(tl.float32)
@@ -261,11 +237,11 @@ def measure_rows(
                 x = (
                     tl.sum(mean.to(tl.float32) * own_q[None, :], 1)
                     * factor
-                    * tl.load(scored.scales + j)
+                    * tl.load(keys.k.scale + j)
                 )
             size = tl.where(valid, tl.minimum(POOL_GROUP, Lk - entry * POOL_GROUP), 1)
             x = x + tl.math.log2(size.to(tl.float32)) - shift
-            opens = is_open(i, j + entry * 0, sizes, kinds_row, valid, CAUSAL)
+            opens = is_open(i, j + entry * 0, own, kinds_row, valid, CAUSAL=CAUSAL)
             share = tl.where(opens, tl.math.exp2(x), 0.0)
             means = tl.load(pooled.v + at_entry[:, None] * BLOCK_DV + dv[None, :]).to(tl.float32)
             pooled_part = tl.sum(share[:, None] * means, 0)
@@ -281,16 +257,15 @@ def measure_rows(
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset"])
 def take_steps(
-    first, step, kinds, counts, indices, pools, kind_strides,
+    first, step, made, kinds,
     Hq, Lq, Lk, n_q, n_k, offset, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The lists of one query block, at the step that its head takes."""
-    sizes = BatchSizes(Lq, Lk, n_q, n_k, offset)
+    """The lists of one query block, into `made`, at the step that its head takes."""
+    seq = Sequence(0, Lq, 0, Lk, 0, 0, offset, 0)
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n_k = sizes.n_k
     head = b * Hq + h
-    row = head * sizes.n_q + i
-    kinds_row = kinds_of_row(kinds, kind_strides, h, b, i, n_k)
+    row = head * n_q + i
+    kinds_row = kinds_of_row(kinds, h, b, i, n_k)
     taken = tl.load(step + head).to(tl.int32)
     n = tl.arange(0, AT_ONCE)
     n_kept = 0
@@ -299,71 +274,64 @@ def take_steps(
         own = tl.load(first + row * n_k + j, mask=j < n_k, other=-1)
         may = own >= 0
         kept = may & (own <= taken)
-        flags = kept.to(tl.int32)
-        slot = n_kept + tl.cumsum(flags, 0) - flags
-        tl.store(indices + row * n_k + slot, j, mask=kept)
-        n_kept += tl.sum(flags, 0)
-        if pools is not None:
-            opens = is_open(i, j, sizes, kinds_row, may, CAUSAL)
-            tl.store(pools + row * n_k + j, (opens & (kept == 0)).to(tl.uint8), mask=j < n_k)
-    for start in tl.range(n_kept, n_k, AT_ONCE):
-        j = start + n
-        tl.store(indices + row * n_k + j, tl.full([AT_ONCE], -1, tl.int32), mask=j < n_k)
-    tl.store(counts + row, n_kept)
+        opens = is_open(i, j, seq, kinds_row, may, CAUSAL=CAUSAL)
+        n_kept = append_kept(made, row, j, kept, opens, n_kept, n_k, n_k)
+    end_list(made, row, n_kept, n_k)
 
 
 def select_by_error(call: Call, prepared: Prepared, mass: Tensor, tokens: TokenMask) -> BlockPlan:
     """Measures every step, then writes the lists of the step that each head takes."""
-    keep = call.recipe.keep
+    keep, queries = call.recipe.keep, prepared.queries
     assert isinstance(keep, KeepError)
-    queries, keys = prepared.queries, prepared.keys
     assert isinstance(queries, QueriesOnDevice)
     assert queries.deviation is not None
     assert queries.energy is not None
     lists = empty_lists(call, prepared)
     first = _first_steps(call, mass, tokens, lists.allowed)
     surveyed = budget.choose_rows(queries.deviation, queries.energy, keep, call.recipe.sample_rows)
-    dropped = _dropped_masses(call, queries, keys, first, tokens, surveyed.rows)
+    dropped = _dropped_masses(call, prepared, first, tokens, surveyed.rows)
     survey = budget.summarize(surveyed, dropped)
     rows, weights, of_rows = budget.draw_measured(surveyed, survey)
-    sums = _step_errors(call, queries, keys, first, tokens, rows)
-    decision = budget.decide(
-        survey,
-        budget.Measured(*sums, weights, of_rows),
-        keep,
-        call.Hk,
-        may_raise=call.recipe.quantized,
+    measured = budget.Measured(*_step_errors(call, prepared, first, tokens, rows), weights, of_rows)
+    decision = budget.decide(survey, measured, keep, call.Hk, may_raise=call.recipe.quantized)
+    launch(
+        take_steps,
+        (call.n_q, call.Hq, call.B),
+        {"num_warps": 4},
+        first=first,
+        step=decision.step.contiguous(),
+        made=lists._replace(allowed=None),
+        kinds=kinds_under(tokens),
+        **_lengths(call, tokens),
     )
-    _take_steps(call, lists, first, decision.step, tokens)
     return plan_of(lists, tokens, measured=decision.measured)
 
 
-def _common(call: Call, tokens: TokenMask) -> dict[str, Any]:
-    offset = within(tokens.offset, call.Lq, call.Lk)
-    sizes = BatchSizes(call.Lq, call.Lk, call.n_q, call.n_k, offset)
-    return {**sizes._asdict(), "Hq": call.Hq, "CAUSAL": is_causal(tokens)}
-
-
-def _kind_arguments(tokens: TokenMask) -> dict[str, Any]:
-    kinds = kinds_under(tokens)
-    return {"kinds": kinds.data, "kind_strides": kinds.strides}
-
-
-def _scoring_arguments(
-    call: Call, queries: PreparedQueries, keys: PreparedKeys, tokens: TokenMask
-) -> dict[str, Any]:
-    q, k, mask = query_rows(call, queries), key_rows(call, keys), mask_of(tokens)
+def _lengths(call: Call, tokens: TokenMask) -> dict[str, Any]:
     return {
-        "q": q.data,
-        "q_scale": q.scale,
-        "q_strides": q.strides,
-        "k": k.data,
-        "k_scale": k.scale,
-        "k_strides": k.strides,
-        "mask": mask.data,
-        "mask_strides": mask.strides,
+        "Hq": call.Hq,
+        "Lq": call.Lq,
+        "Lk": call.Lk,
+        "n_q": call.n_q,
+        "n_k": call.n_k,
+        "offset": within(tokens.offset, call.Lq, call.Lk),
+        "CAUSAL": is_causal(tokens),
+    }
+
+
+def _scored(call: Call, prepared: Prepared, tokens: TokenMask, rows: Tensor) -> dict[str, Any]:
+    """Arguments of kernels that score rows `[B, Hq, n]`."""
+    return {
+        "q": query_rows(call, prepared.queries),
+        "k": key_rows(call, keys_of(prepared)),
+        "mask": mask_of(tokens),
+        "rows": rows.contiguous(),
+        "n_rows": rows.shape[2],
+        "group": call.Hq // call.Hk,
+        "scale_log2": call.scale * LOG2E,
         "MASK": mask_kind(tokens),
         "TYPES": types_of(call),
+        **_lengths(call, tokens),
     }
 
 
@@ -378,126 +346,81 @@ def _first_steps(call: Call, mass: Tensor, tokens: TokenMask, allowed: Tensor) -
         masses=constant(budget.step_masses(), torch.float64, mass.device),
         first=first,
         allowed=allowed,
+        kinds=kinds_under(tokens),
         STEPS=budget.N_STEPS,
         **forced_blocks(call, tokens, mass.device),
-        **_kind_arguments(tokens),
-        **_common(call, tokens),
+        **_lengths(call, tokens),
     )
     return first
 
 
 def _dropped_masses(
-    call: Call,
-    queries: PreparedQueries,
-    keys: PreparedKeys,
-    first: Tensor,
-    tokens: TokenMask,
-    rows: Tensor,
+    call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask, rows: Tensor
 ) -> Tensor:
-    n = rows.shape[2]
     dropped = torch.empty((*rows.shape, budget.N_STEPS), dtype=torch.float32, device=rows.device)
     launch(
         survey_rows,
-        (-(-n // 16), call.Hq, call.B),
+        (-(-rows.shape[2] // 16), call.Hq, call.B),
         # Three TF32 products need more registers, and are not chained on sm_100.
         {"num_warps": 8, "num_stages": 1} if call.recipe.precision == "exact" else _OPTIONS,
-        **_scoring_arguments(call, queries, keys, tokens),
         first=first,
-        rows=rows.contiguous(),
         dropped=dropped,
-        group=call.Hq // call.Hk,
-        n_rows=n,
-        scale_log2=call.scale * LOG2E,
         STEPS=budget.N_STEPS,
-        **_common(call, tokens),
+        **_scored(call, prepared, tokens, rows),
     )
     return dropped
 
 
 def _step_errors(
-    call: Call,
-    queries: PreparedQueries,
-    keys: PreparedKeys,
-    first: Tensor,
-    tokens: TokenMask,
-    rows: Tensor,
+    call: Call, prepared: Prepared, first: Tensor, tokens: TokenMask, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(skipping, total, whole)` as `Measured` holds them."""
-    outs = _outputs(call, queries, keys, first, tokens, rows).double()
+    outs = _outputs(call, prepared, first, tokens, rows).double()
     exact = outs[..., -1:, :]
     if call.rounds:
-        exact = _exact_outputs(call, queries, keys, tokens, rows).double()
+        recipe = replace(
+            call.recipe, precision="exact", skipped="drop", pool_group=Recipe.pool_group
+        )
+        own = replace(call, recipe=recipe)
+        exact = _outputs(own, _own_tensors(prepared), None, tokens, rows).double()
     skipping = (outs[..., :-1, :] - outs[..., -1:, :]).abs().sum(-1)
     return skipping, (outs - exact).abs().sum(-1), exact[..., 0, :].abs().sum(-1)
 
 
-def _exact_outputs(
-    call: Call, queries: PreparedQueries, keys: PreparedKeys, tokens: TokenMask, rows: Tensor
-) -> Tensor:
-    """Of the caller's own tensors."""
-    recipe = replace(call.recipe, precision="exact", skipped="drop", pool_group=Recipe.pool_group)
-    own = replace(call, recipe=recipe)
-    assert queries.own is not None
+def _own_tensors(prepared: Prepared) -> Prepared:
+    """The caller's own, as they are."""
+    query, keys = prepared.queries.own, keys_of(prepared)
+    assert query is not None
     assert keys.own_key is not None
     assert keys.own_value is not None
-    plain = PreparedKeys(keys.own_key, keys.own_value)
-    return _outputs(own, PreparedQueries(queries.own), plain, None, tokens, rows)
+    facts = keys.facts if keys.raised is None else keys.raised.facts
+    return Prepared(PreparedQueries(query), KeysOnDevice(keys.own_key, keys.own_value, facts=facts))
 
 
 def _outputs(
-    call: Call,
-    queries: PreparedQueries,
-    keys: PreparedKeys,
-    first: Tensor | None,
-    tokens: TokenMask,
-    rows: Tensor,
+    call: Call, prepared: Prepared, first: Tensor | None, tokens: TokenMask, rows: Tensor
 ) -> Tensor:
-    """Outputs of rows over the blocks of measured steps, then over all, `[B, Hq, m, S + 1, Dv]`."""
-    assert isinstance(queries.rows, QTensor) == call.recipe.quantized
-    n_steps = 0 if first is None else len(budget.MEASURED_STEPS)
+    """Outputs of rows over the blocks of measured steps, then over all, `[B, Hq, m, S + 1, Dv]`;
+    over all alone without `first`."""
+    assert isinstance(prepared.queries.rows, QTensor) == call.recipe.quantized
+    keys, n_steps = keys_of(prepared), 0 if first is None else len(budget.MEASURED_STEPS)
     shape = (*rows.shape, n_steps + 1, call.Dv)
     outs = torch.empty(shape, dtype=torch.float32, device=rows.device)
-    # Which blocks are pooled is found in the kernel.
-    pooled = PooledEntries() if first is None else pooled_entries(call, keys)
     values, value_types = value_rows(call, keys)
     launch(
         measure_rows,
         (rows.shape[2], call.Hq, call.B),
         _OPTIONS,
-        **_scoring_arguments(call, queries, keys, tokens),
-        **_kind_arguments(tokens),
-        v=values.data,
-        v_scale=values.scale,
-        v_strides=values.strides,
-        pooled=pooled,
+        v=values,
+        kinds=kinds_under(tokens),
+        pooled=pooled_entries(call, keys),  # the kernel finds out which blocks are pooled
         first=first,
         steps=constant(budget.MEASURED_STEPS, torch.int32, rows.device),
-        rows=rows.contiguous(),
         outs=outs,
-        group=call.Hq // call.Hk,
-        n_rows=rows.shape[2],
-        scale_log2=call.scale * LOG2E,
         VALUES=value_types,
         STEPS=n_steps,
         BLOCK_S=STEPS_AT_ONCE if n_steps else 1,
-        POOL_GROUP=0 if pooled.k is None or keys.entries is None else keys.entries.group,
-        **_common(call, tokens),
+        POOL_GROUP=0 if keys.entries is None else keys.entries.group,
+        **_scored(call, prepared, tokens, rows),
     )
     return outs
-
-
-def _take_steps(
-    call: Call, lists: SelectedLists, first: Tensor, step: Tensor, tokens: TokenMask
-) -> None:
-    launch(
-        take_steps,
-        (call.n_q, call.Hq, call.B),
-        {"num_warps": 4},
-        first=first,
-        step=step.contiguous(),
-        **_kind_arguments(tokens),
-        counts=lists.counts,
-        indices=lists.indices,
-        pools=lists.pools,
-        **_common(call, tokens),
-    )

@@ -22,20 +22,11 @@ from ...values.call import Call
 from ...values.stages import Prepared
 from ...values.tokenmask import TokenMask
 from .arguments import LOG2E, architecture, block_dim, per_head, sizes_of, types_of
-from .blocks import hides, kinds_under, mask_kind, mask_of
+from .blocks import hides, kinds_of_row, kinds_under, mask_kind, mask_of
 from .launch import launch
-from .operands import key_rows, packed_of, padded, query_rows
-from .primitives import (
-    BLOCK_K,
-    BLOCK_Q,
-    EXCLUDED,
-    Sizes,
-    add_scores,
-    causal_stop,
-    held_share,
-    sequence_of,
-)
-from .tiles import RowTile, Scored, load_rows, score_rows
+from .operands import key_rows, keys_of, padded, query_rows
+from .primitives import BLOCK_K, BLOCK_Q, EXCLUDED, add_scores, causal_stop, held_share, sequence_of
+from .tiles import keys_of_head, load_rows, score_rows
 
 ROWS_AT_ONCE, EXACT_ROWS = 64, 16
 """Sampled rows of a program, those of several query blocks: keys are read once for all of them.
@@ -72,11 +63,9 @@ def predict_means(
 ):  # fmt: skip
     """Predictor `"mean"`: 16 query blocks of one head, KEYS key blocks at a time. least: of each
     head, the self-similarity below which a key block is not predicted; None judges none."""
-    sizes = Sizes(Lq, Lk, n_q, n_k, n_blocks_k, offset)
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq, first = first_block_of(tiles, tl.program_id(0), 16)
-    own = sequence_of(pack, seq, sizes)
-    n_q, n_k, n_blocks_k = sizes.n_q, sizes.n_k, sizes.n_blocks_k
+    own = sequence_of(pack, seq, Lq, Lk, offset)
     i = first + tl.arange(0, 16)
     here = i * BLOCK_Q < own.Lq
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, KEYS)
@@ -93,11 +82,8 @@ def predict_means(
             at = (key_head * n_blocks_k + own.k_block0 + j)[None, :] * BLOCK_D + d[:, None]
             k = tl.load(k_pooled + at, mask=(j < own_n_k)[None, :], other=0.0)  # [BLOCK_D, KEYS]
             s = tl.dot(q, k, input_precision="ieee") * scale_log2 + held_share(j, own.Lk)[None, :]
-            kinds_row = kinds.data
-            if kinds.data is not None:
-                kinds_row = kinds.data + b * kinds.strides.b + h.to(tl.int64) * kinds.strides.h
-                kinds_row += i[:, None] * n_k
-            may = may_attend(i[:, None], j[None, :], own, kinds_row, CAUSAL)
+            kinds_row = kinds_of_row(kinds, h, b, i[:, None], n_k)
+            may = may_attend(i[:, None], j[None, :], own, kinds_row, CAUSAL=CAUSAL)
             if least is not None:
                 alike = tl.load(k_similarity + key_head * n_blocks_k + own.k_block0 + j,
                                 mask=j < own_n_k, other=0.0)  # fmt: skip
@@ -123,15 +109,12 @@ def predict_rows(
 ):  # fmt: skip
     """Predictors `"rows"`, and `"blend"` if there are pooled tokens: BLOCKS query blocks, PER_BLOCK
     places in each of which SAMPLED are rows."""
-    sizes = Sizes(Lq, Lk, n_q, n_k, n_blocks_k, offset)
     ROWS: tl.constexpr = BLOCKS * PER_BLOCK
     BLOCK_D: tl.constexpr = TYPES.BLOCK_D
     BLEND: tl.constexpr = q_pooled is not None
-    CODED: tl.constexpr = q.scale is not None
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq, first = first_block_of(tiles, tl.program_id(0), BLOCKS)
-    own = sequence_of(pack, seq, sizes)
-    n_q, n_k, n_blocks_k = sizes.n_q, sizes.n_k, sizes.n_blocks_k
+    own = sequence_of(pack, seq, Lq, Lk, offset)
     h_k = (h // group).to(tl.int64)
     head, key_head = b * Hq + h, b * (Hq // group) + h_k
     place = tl.arange(0, ROWS)
@@ -140,30 +123,15 @@ def predict_rows(
     n_rows = tl.maximum(tl.minimum(SAMPLED, n_valid), 1)
     used = (n_valid > 0) & (place % PER_BLOCK < n_rows)
     rows = i * BLOCK_Q + (place % PER_BLOCK + 1) * n_valid // n_rows - 1
-    own_q, factor = load_rows(q, head * sizes.Lq, h, b, own.q_row0, rows, used, scale_log2, TYPES)
-    tile = RowTile(own_q, factor, rows, used, rows + own.offset)
-    k_base = k.data + b * k.strides.b + h_k * k.strides.h
-    if pack.table is not None:
-        if CODED:
-            k_base += (own.k_block0 * BLOCK_K).to(tl.int64) * k.strides.n
-        else:
-            k_base += own.k_row0.to(tl.int64) * k.strides.n
-    mask_base = mask.data
-    if MASK:
-        mask_base = mask.data + b * mask.strides.b + h.to(tl.int64) * mask.strides.h
-    scales = k.scale + key_head * n_blocks_k + own.k_block0
-    scored = Scored(
-        k_base, k.strides.n, scales, mask_base, mask.strides.m, mask.strides.n, own.Lk
-    )  # fmt: skip
+    queries = load_rows(q, head * Lq, h, b, own.q_row0, rows, used, scale_log2, TYPES)
+    last_key = rows + own.offset
+    keys = keys_of_head(k, mask, own, h, h_k, b, key_head * n_blocks_k)
 
     blocks = first + tl.arange(0, BLOCKS)
     here = blocks * BLOCK_Q < own.Lq
     map_row = head * n_q + own.q_block0 + blocks
     d = tl.arange(0, BLOCK_D)
-    kinds_row = kinds.data
-    if MASK:
-        kinds_row = kinds.data + b * kinds.strides.b + h.to(tl.int64) * kinds.strides.h
-        kinds_row += blocks * n_k
+    kinds_row = kinds_of_row(kinds, h, b, blocks, n_k)
     if BLEND:
         # q_mean [BLOCKS, BLOCK_D]
         q_mean = tl.load(q_pooled + map_row[:, None] * BLOCK_D + d[None, :], mask=here[:, None],
@@ -179,12 +147,12 @@ def predict_rows(
         last_row = tl.minimum((first + BLOCKS) * BLOCK_Q, own.Lq) - 1
         stop = causal_stop(last_row, own.offset, own_n_k)
     for j in tl.range(0, stop):
-        s = score_rows(tile, scored, j, TYPES, CAUSAL, MASK, CODED)
+        s = score_rows(queries, last_key, keys, j, TYPES, CAUSAL=CAUSAL, MASK=MASK)
         best, total = add_scores(s, best, total)
         if BLEND:
             k_mean = tl.load(k_pooled + (key_head * n_blocks_k + own.k_block0 + j) * BLOCK_D + d)
             s_mean = tl.sum(q_mean * k_mean[None, :], 1) * scale_log2 + held_share(j, own.Lk)
-            may = may_attend(blocks, j, own, kinds_row, CAUSAL)
+            may = may_attend(blocks, j, own, kinds_row, CAUSAL=CAUSAL)
             s_mean = tl.where(may, s_mean, float("-inf"))
             mean_best, mean_total = add_scores(s_mean[:, None], mean_best, mean_total)
 
@@ -195,13 +163,13 @@ def predict_rows(
     mean_shift = tl.where(mean_best == float("-inf"), 0.0, mean_best)
     mean_share = 1.0 / tl.where(mean_total == 0.0, 1.0, mean_total)
     for j in tl.range(0, stop):
-        s = score_rows(tile, scored, j, TYPES, CAUSAL, MASK, CODED)
+        s = score_rows(queries, last_key, keys, j, TYPES, CAUSAL=CAUSAL, MASK=MASK)
         mine = tl.sum(tl.math.exp2(s - shift[:, None]), 1) * share
         found = tl.sum(tl.reshape(mine, [BLOCKS, PER_BLOCK]), 1) / tl.maximum(n_attending, 1.0)
         if BLEND:
             k_mean = tl.load(k_pooled + (key_head * n_blocks_k + own.k_block0 + j) * BLOCK_D + d)
             s_mean = tl.sum(q_mean * k_mean[None, :], 1) * scale_log2 + held_share(j, own.Lk)
-            may = may_attend(blocks, j, own, kinds_row, CAUSAL)
+            may = may_attend(blocks, j, own, kinds_row, CAUSAL=CAUSAL)
             s_mean = tl.where(may, s_mean, float("-inf"))
             found = (found + tl.math.exp2(s_mean - mean_shift) * mean_share) * 0.5
         tl.store(mass + map_row * n_k + j, found, mask=here)
@@ -214,7 +182,8 @@ def predict_rows(
 
 def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
     """0 where no pair may attend; NaN in a row that is not known."""
-    packed, queries, keys = packed_of(prepared), prepared.queries, prepared.keys
+    queries, keys = prepared.queries, keys_of(prepared)
+    packed = keys.packed
     recipe, device = call.recipe, queries.rows.device
     sizes = sizes_of(call, packed, tokens.offset)
     n_q = sizes.n_q
@@ -224,7 +193,7 @@ def predict(call: Call, prepared: Prepared, tokens: TokenMask) -> Tensor:
         "q_pooled": _pooled(queries.pooled, call),
         "kinds": kinds_under(tokens),
         "mass": mass,
-        "pack": packed.of_queries(),
+        "pack": packed.of_queries,
         **sizes._asdict(),
         "Hq": call.Hq,
         "group": call.Hq // call.Hk,

@@ -22,7 +22,6 @@ import triton.language as tl
 from .primitives import (
     BLOCK_K,
     BLOCK_Q,
-    Lengths,
     as_held,
     code_rows,
     pool_rows,
@@ -78,7 +77,7 @@ def shrink_for(length):
 def sum_keys(k, sums, pack, strides, Hk, Lk, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """One chunk: `sums[b, h, chunk] = Σ k · 2^-e`, with 2^e >= Lk so that no sum overflows."""
     chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    own = sequence_of(pack, b, Lengths(0, Lk, 0))
+    own = sequence_of(pack, b, Lq=0, Lk=Lk, offset=0)
     per_chunk = tl.cdiv(tl.cdiv(own.Lk, BLOCK_K), CHUNKS) * BLOCK_K
     start = chunk * per_chunk
     stop = tl.minimum(start + per_chunk, own.Lk)
@@ -100,7 +99,7 @@ def sum_keys(k, sums, pack, strides, Hk, Lk, D: tl.constexpr, BLOCK_D: tl.conste
 def mean_keys(sums, means, pack, Lk, n_chunks, Hk, BLOCK_D: tl.constexpr):
     """The mean key of one head, of the sums of its chunks."""
     h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    own = sequence_of(pack, b, Lengths(0, Lk, 0))
+    own = sequence_of(pack, b, Lq=0, Lk=Lk, offset=0)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     for chunk in tl.range(0, tl.minimum(n_chunks, tl.cdiv(own.Lk, BLOCK_K))):
@@ -133,7 +132,7 @@ def prepare_queries(
     seq = b
     if pack.table is not None:
         seq = tl.load(pack.seq_of_block + i).to(tl.int64)
-    own = sequence_of(pack, seq, Lengths(Lq, 0, 0))
+    own = sequence_of(pack, seq, Lq=Lq, Lk=0, offset=0)
     m, d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     rows = (i - own.q_block0) * BLOCK_Q + m
     valid = rows < own.Lq
@@ -193,7 +192,7 @@ def prepare_keys(
     seq = b
     if pack.table is not None:
         seq = tl.load(pack.seq_of_block + j).to(tl.int64)
-    own = sequence_of(pack, seq, Lengths(0, Lk, 0))
+    own = sequence_of(pack, seq, Lq=0, Lk=Lk, offset=0)
     n, d, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     rows = (j - own.k_block0) * BLOCK_K + n
     valid = rows < own.Lk

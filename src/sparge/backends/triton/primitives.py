@@ -50,7 +50,7 @@ N_COLUMNS = tl.constexpr(len(Sequence._fields))
 
 
 class Pack(NamedTuple):
-    """table: a row of numbers for each sequence, see `Sequence`; None for a plain batch.
+    """table: int32 `[sequences, 8]`, a `Sequence` for each; None for a plain batch.
     seq_of_block: the sequence of each query block, or key block, that there is a program for."""
 
     table: Any = None
@@ -70,24 +70,6 @@ class Sizes(NamedTuple):
     offset: int
 
 
-class Lengths(NamedTuple):
-    """What `sequence_of` reads of a plain batch; 0 where a kernel does not look."""
-
-    Lq: int
-    Lk: int
-    offset: int
-
-
-class BatchSizes(NamedTuple):
-    """The same of kernels that serve no packs."""
-
-    Lq: int
-    Lk: int
-    n_q: int
-    n_k: int
-    offset: int
-
-
 @triton.jit
 def wide(x):
     """A whole number as int64: products of positions and strides pass 2^31 on long sequences."""
@@ -95,9 +77,9 @@ def wide(x):
 
 
 @triton.jit
-def sequence_of(pack, seq, sizes):
+def sequence_of(pack, seq, Lq, Lk, offset):
     """The `Sequence` of a program: a row of the pack's table, or of a plain batch the call's own
-    lengths."""
+    lengths; 0 where a kernel does not look."""
     if pack.table is not None:
         row = pack.table + seq * N_COLUMNS
         own = Sequence(
@@ -111,7 +93,7 @@ def sequence_of(pack, seq, sizes):
             octaves=tl.load(row + 7),
         )
     else:
-        own = Sequence(0, sizes.Lq, 0, sizes.Lk, 0, 0, sizes.offset, 0)
+        own = Sequence(0, Lq, 0, Lk, 0, 0, offset, 0)
     return own
 
 
@@ -156,15 +138,9 @@ class Rows(NamedTuple):
     strides: Any
 
 
-class Mask(NamedTuple):
-    """The caller's mask `[B, Hq, Lq, Lk]`, or None."""
-
-    data: Any
-    strides: Any
-
-
-class Kinds(NamedTuple):
-    """Kinds of the blocks under the caller's mask, int8 `[B, Hq, n_q, n_k]`, or None."""
+class View(NamedTuple):
+    """The caller's mask `[B, Hq, Lq, Lk]`, or the kinds of the blocks under it, int8
+    `[B, Hq, n_q, n_k]`; None without a mask."""
 
     data: Any
     strides: Any

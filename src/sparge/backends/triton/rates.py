@@ -1,41 +1,35 @@
 """What the Triton backend costs on a card before it was measured there, and how it is measured.
 
 The first call that might profit measures what its kind needs (dtype, precision, head dim): seconds,
-mostly compilation. `sparge doctor --calibrate` measures everything: a minute or more. No call waits
-for a number of a tensor: what layers keep is learnt afterwards. Until then unit costs are estimated
-from the properties of the card:
+mostly compilation. `sparge doctor --calibrate` measures everything: a minute or more. Until then
+unit costs are estimated from the properties of the card:
 
     dense:  2 · D products of a pair / (matrix throughput · dense_share)
     ours:   (products at 8 bits, 16 bits or fp32 + instructions of the loop) / our_share,
             nothing of it overlapped
 
-It favours dense attention mildly: an unknown card is not gambled on, and is measured by the first
-call that might profit. A card that is not in the tables has no estimate. No number here was
-measured.
-
-Throughputs are typed from vendors' documents, named beside the numbers. NVIDIA sells one chip under
-two kinds of names: GeForce cards add 16-bit and fp8 products in fp32 at half of the rate of the
-professional ones, and int8 at the full rate.
-
-Instructions of one query-key pair in the attention kernel's loop over full blocks are counted in
-the machine code that Triton makes (`sparge bench --static`), the matrix products' own included; a
-test compares the table with the record of that check. A loop of `n` instructions for a tile of
-`block_m` queries and 64 keys gives each pair n · threads / (64 · block_m).
+It favours dense attention mildly, so that an unknown card is measured, not gambled on. A card that
+is not in the tables has no estimate. No number here was measured: throughputs are typed from
+vendors' documents, named beside the numbers, and instructions of one query-key pair are counted in
+the machine code of the attention kernel's loop over full blocks (`sparge bench --static`; a test
+compares them). A loop of `n` instructions for a tile of `block_m` queries and 64 keys gives each
+pair n · threads / (64 · block_m).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from ...values.backend import (
     DENSE_LSE,
-    DENSE_WAY,
     DTYPES,
     HEAD_DIMS,
+    WAYS,
     Measuring,
     Place,
     Rates,
@@ -101,13 +95,13 @@ def roofline(card: Card, triton: str = "") -> dict[str, UnitCosts] | str:
         return f"torch does not tell the clocks and the memory of {card.name}"
     legacy = uses_legacy_int8(card.architecture, triton)
     costs = {}
-    for dtype, name in DTYPES.items():
-        for D in HEAD_DIMS:
-            for way in (DENSE_WAY, DENSE_LSE):
-                costs[name_of(name, D, way)] = _dense_costs(card, rates, dtype, D, way)
-            for way in PRECISIONS:
-                instructions = instructions_of(card.architecture, way, D, legacy=legacy)
-                costs[name_of(name, D, way)] = _our_costs(card, rates, dtype, D, way, instructions)
+    for (dtype, name), D, way in product(DTYPES.items(), HEAD_DIMS, WAYS):
+        if way in PRECISIONS:
+            instructions = instructions_of(card.architecture, way, D, legacy=legacy)
+            found = _our_costs(card, rates, dtype, D, way, instructions)
+        else:
+            found = _dense_costs(card, rates, dtype, D, way)
+        costs[name_of(name, D, way)] = found
     return costs
 
 

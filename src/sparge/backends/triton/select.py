@@ -27,6 +27,8 @@ from .blocks import (
     Forced,
     SelectedLists,
     allowed_of,
+    append_kept,
+    end_list,
     forced_blocks,
     hides,
     is_forced,
@@ -36,8 +38,8 @@ from .blocks import (
     plan_of,
 )
 from .launch import launch
-from .operands import empty_lists, packed_of
-from .primitives import BLOCK_K, BLOCK_Q, Sizes, causal_stop, sequence_of
+from .operands import empty_lists, keys_of
+from .primitives import BLOCK_K, BLOCK_Q, causal_stop, sequence_of
 
 ALL, MASS, FRACTION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -49,41 +51,47 @@ def load_mass(mass_row, j, may):
     return m, m.to(tl.int32, bitcast=True)
 
 
+@triton.jit
+def weight_from(mass_row, kinds_row, stop, least, RULE: tl.constexpr):
+    """What counts towards the need, mass or number, of the blocks whose bit pattern is at least
+    `least`."""
+    total = tl.zeros([], tl.float64)
+    for start in tl.range(0, stop, AT_ONCE):
+        j = start + tl.arange(0, AT_ONCE)
+        may = allowed_of(j, stop, kinds_row)
+        m, bits = load_mass(mass_row, j, may)
+        w = m.to(tl.float64)
+        if RULE == FRACTION:
+            w = w * 0.0 + 1.0
+        total += tl.sum(tl.where(may & (bits >= least), w, 0.0), 0)
+    return total
+
+
 @triton.jit(
     do_not_specialize=[
-        "Lq",
-        "Lk",
-        "n_q",
-        "n_k",
-        "n_blocks_k",
-        "offset",
-        "sink",
-        "reach",
-        "n_ranges",
+        "Lq", "Lk", "n_q", "n_k", "n_blocks_k", "offset", "sink", "reach", "n_ranges"
     ]
-)
+)  # fmt: skip
 def select_blocks(
-    mass, amounts, q_similarity, k_similarity, least, ranges, kinds, made, pack, kind_strides, Hq,
+    mass, amounts, q_similarity, k_similarity, least, ranges, made, pack, kinds, Hq,
     group, Lq, Lk, n_q, n_k, n_blocks_k, offset, sink, reach, n_ranges,
     RULE: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """One query block of one head, into `made`, the `SelectedLists`. least: of each head, the
     self-similarity below which a block is kept; None judges none."""
-    sizes = Sizes(Lq, Lk, n_q, n_k, n_blocks_k, offset)
     force = Forced(sink, reach, n_ranges)
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq = 0
     if pack.table is not None:
         seq = tl.load(pack.seq_of_block + i)
-    own = sequence_of(pack, seq, sizes)
-    n_k = sizes.n_k
-    row = (b * Hq + h) * sizes.n_q + i
+    own = sequence_of(pack, seq, Lq, Lk, offset)
+    row = (b * Hq + h) * n_q + i
     i_q = i - own.q_block0
     own_n_k = tl.cdiv(own.Lk, BLOCK_K)
     mass_row = mass
     if RULE != ALL:
         mass_row = mass + row * n_k
-    kinds_row = kinds_of_row(kinds, kind_strides, h, b, i_q, n_k)
+    kinds_row = kinds_of_row(kinds, h, b, i_q, n_k)
     n = tl.arange(0, AT_ONCE)
     stop = own_n_k
     if CAUSAL:
@@ -117,28 +125,11 @@ def select_blocks(
         low, high = 0, most + 1
         for _ in tl.range(0, 31):
             middle = low + (high - low) // 2
-            reached = tl.zeros([], tl.float64)
-            for start in tl.range(0, stop, AT_ONCE):
-                j = start + n
-                may = allowed_of(j, stop, kinds_row)
-                m, bits = load_mass(mass_row, j, may)
-                w = m.to(tl.float64)
-                if RULE == FRACTION:
-                    w = w * 0.0 + 1.0
-                reached += tl.sum(tl.where(may & (bits >= middle), w, 0.0), 0)
-            enough = reached >= need
+            enough = weight_from(mass_row, kinds_row, stop, middle, RULE) >= need
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
         threshold = low
-        above = tl.zeros([], tl.float64)
-        for start in tl.range(0, stop, AT_ONCE):
-            j = start + n
-            may = allowed_of(j, stop, kinds_row)
-            m, bits = load_mass(mass_row, j, may)
-            w = m.to(tl.float64)
-            if RULE == FRACTION:
-                w = w * 0.0 + 1.0
-            above += tl.sum(tl.where(may & (bits > threshold), w, 0.0), 0)
+        above = weight_from(mass_row, kinds_row, stop, threshold + 1, RULE)
         tie = threshold.to(tl.float32, bitcast=True).to(tl.float64)
         if RULE == FRACTION:
             tie = tie * 0.0 + 1.0
@@ -162,24 +153,15 @@ def select_blocks(
             rank = ties_before + tl.cumsum(ties, 0) - ties
             ties_before += tl.sum(ties, 0)
             kept = kept | (may & ((bits > threshold) | ((ties != 0) & (rank < n_ties))))
-            kept = kept | (may & is_forced(i_q, j, own, ranges, force, CAUSAL, NEAR))
+            kept = kept | (may & is_forced(i_q, j, own, ranges, force, CAUSAL=CAUSAL, NEAR=NEAR))
             if least is not None:
-                at = k_similarity + (b * (Hq // group) + h // group) * sizes.n_blocks_k
+                at = k_similarity + (b * (Hq // group) + h // group) * n_blocks_k
                 at = at + own.k_block0 + j
                 kept = kept | (may & ((tl.load(at, mask=may, other=1.0) >= alike) == 0))
-        flags = kept.to(tl.int32)
-        slot = n_kept + tl.cumsum(flags, 0) - flags
-        tl.store(made.indices + row * n_k + slot, j, mask=kept)
-        n_kept += tl.sum(flags, 0)
+        opens = is_open(i_q, j, own, kinds_row, may, CAUSAL=CAUSAL)
+        n_kept = append_kept(made, row, j, kept, opens, n_kept, n_k, own_n_k)
         n_allowed += tl.sum(may.to(tl.int32), 0)
-        if made.pools is not None:
-            opens = is_open(i_q, j, own, kinds_row, may, CAUSAL)
-            at = made.pools + row * n_k + j
-            tl.store(at, (opens & (kept == 0)).to(tl.uint8), mask=j < own_n_k)
-    for start in tl.range(n_kept, n_k, AT_ONCE):
-        j = start + n
-        tl.store(made.indices + row * n_k + j, tl.full([AT_ONCE], -1, tl.int32), mask=j < n_k)
-    tl.store(made.counts + row, n_kept)
+    end_list(made, row, n_kept, n_k)
     tl.store(made.allowed + row, n_allowed)
 
 
@@ -195,12 +177,12 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
 def select_lists(
     call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMask
 ) -> SelectedLists:
-    packed, lists = packed_of(prepared), empty_lists(call, prepared)
+    packed, lists = keys_of(prepared).packed, empty_lists(call, prepared)
     device = lists.counts.device
     rule, amounts = _amount(call, device)
     least = call.recipe.min_similarity
     judged = least is not None and call.predicts
-    sizes, kinds = sizes_of(call, packed, tokens.offset), kinds_under(tokens)
+    sizes = sizes_of(call, packed, tokens.offset)
     launch(
         select_blocks,
         (sizes.n_q, call.Hq, call.B),
@@ -210,10 +192,9 @@ def select_lists(
         q_similarity=prepared.queries.similarity if judged else None,
         k_similarity=prepared.keys.similarity if judged else None,
         least=per_head(least, call.Hq, -1.0, 1.0, torch.float32, device) if judged else None,
-        kinds=kinds.data,
-        kind_strides=kinds.strides,
         made=lists,
-        pack=packed.of_queries(),
+        pack=packed.of_queries,
+        kinds=kinds_under(tokens),
         **sizes._asdict(),
         Hq=call.Hq,
         group=call.Hq // call.Hk,

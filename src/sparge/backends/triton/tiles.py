@@ -21,7 +21,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .primitives import BIAS, BLOCK_K, BOOL_MASK, LOG2E, LOWEST, NO_MASK, ROW_GROUP, as_held, wide
+from .primitives import (
+    BIAS,
+    BLOCK_K,
+    BOOL_MASK,
+    LOG2E,
+    LOWEST,
+    NO_MASK,
+    ROW_GROUP,
+    Rows,
+    View,
+    as_held,
+    wide,
+)
 
 
 class How(NamedTuple):
@@ -44,8 +56,9 @@ class How(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Rows of a program: x `[BLOCK_M, BLOCK_D]`; factor of their scores, rows of the sequence and
-    valid, all `[BLOCK_M]`; n_groups: row groups that the second filter counts."""
+    """Rows of a program: x `[rows, BLOCK_D]`; factor of their scores, which rows of the sequence
+    they are, and whether they are there, all `[rows]`; n_groups: row groups that the second filter
+    counts."""
 
     x: Any
     factor: Any
@@ -54,22 +67,22 @@ class Queries(NamedTuple):
     n_groups: Any
 
 
-class Blocks(NamedTuple):
-    """Keys, values and mask of one head, from the first key of the sequence on, and the list of
-    blocks. k_scales, v_logs: of its key blocks. pv_skip: what the second filter skips from."""
+class Keys(NamedTuple):
+    """Keys and mask of one head from the first key of its sequence on: k, the `Rows` with a scale
+    for each key block, and the mask, a `View`."""
 
     k: Any
-    v: Any
-    k_scales: Any
-    v_logs: Any
     mask: Any
-    k_stride: Any
-    v_stride: Any
-    v_stride_d: Any
-    mask_stride_m: Any
-    mask_stride_n: Any
-    listed: Any
     Lk: Any
+
+
+class Blocks(NamedTuple):
+    """The `Keys` of one head, its values, the `Rows` with log2 of the scale of each key block if
+    they are fp8, and the list of blocks. pv_skip: what the second filter skips from."""
+
+    keys: Any
+    v: Any
+    listed: Any
     headroom: Any
     pv_skip: Any
 
@@ -87,21 +100,18 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def masked_scores(x, factor, given, keep, MASK: tl.constexpr):
-    """`(x [rows, n], factor [rows], keep [rows, n])`, x -inf where a pair may not attend; with a
-    bias, x holds whole scores."""
+def under_mask(x, keep, given, MASK: tl.constexpr):
+    """`(scores, keep)`: base-2 scores with the caller's mask applied, -inf where a pair may not
+    attend. given: of the mask, in the shape of the scores."""
     if MASK == BOOL_MASK:
         keep = keep & (given != 0)
     if MASK == BIAS:
         bias = given.to(tl.float32)
         keep = keep & (bias != float("-inf"))
-        x = x * factor[:, None] + bias * LOG2E
+        x = x + bias * LOG2E
         # A bias as low as the dtype goes is a number, not a mask, and must stay one.
         x = tl.where(x < LOWEST, LOWEST, x)
-        factor = tl.full(factor.shape, 1.0, tl.float32)
-    else:
-        factor = tl.where(factor == 0.0, 1e-37, factor)  # zero would turn -inf into NaN
-    return tl.where(keep, x, float("-inf")), factor, keep
+    return tl.where(keep, x, float("-inf")), keep
 
 
 @triton.jit
@@ -126,13 +136,17 @@ def count_bits(bits, HOW: tl.constexpr):
 
 
 @triton.jit
-def larger(row_max, block_max, STICKY: tl.constexpr):
-    """The new maximum. STICKY: once NaN, by a bias, it stays NaN, and the row skips no more."""
+def new_maximum(row_max, block_max, GUARD: tl.constexpr, STICKY: tl.constexpr):
+    """`(the new maximum, what scores are lowered by)`. GUARD: a row may have no key yet. STICKY:
+    once NaN, by a bias, the maximum stays NaN, and the row skips no more."""
     if STICKY:
         new = tl.maximum(row_max, block_max, propagate_nan=tl.PropagateNan.ALL)
     else:
         new = tl.maximum(row_max, block_max)
-    return new
+    shift = new
+    if GUARD:
+        shift = tl.where(new == float("-inf"), 0.0, new)
+    return new, shift
 
 
 @triton.jit
@@ -141,11 +155,8 @@ def add_tile(
     EXACT: tl.constexpr, GUARD: tl.constexpr, STICKY: tl.constexpr, FILTERS: tl.constexpr,
 ):  # fmt: skip
     """The `Sums` with one tile added: scores `x [BLOCK_M, n]` times `factor [BLOCK_M]`, values
-    `v [n, BLOCK_DV]`. GUARD: a row may have no key yet. FILTERS: rows in `dead` add nothing."""
-    new_max = larger(sums.row_max, block_max, STICKY)
-    shift = new_max
-    if GUARD:
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    `v [n, BLOCK_DV]`. FILTERS: rows in `dead` add nothing."""
+    new_max, shift = new_maximum(sums.row_max, block_max, GUARD=GUARD, STICKY=STICKY)
     fade = tl.math.exp2(sums.row_max - shift)
     p = tl.math.exp2(x * factor[:, None] - shift[:, None])  # [BLOCK_M, n]
     if FILTERS:
@@ -171,10 +182,7 @@ def add_fp8_tile(
     multiply-add a number joins a block to the sum; in fp32, because matrix units add 8-bit products
     in fewer digits. Blocks 2^60 below the largest unit seen, `top`, do not lower it further.
     """
-    new_max = larger(sums.row_max, block_max, STICKY)
-    shift = new_max
-    if GUARD:
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    new_max, shift = new_maximum(sums.row_max, block_max, GUARD=GUARD, STICKY=STICKY)
     low = shift + headroom
     drop = sums.row_max + headroom - low
     unit, top = sums.unit + drop, sums.top + drop
@@ -201,82 +209,53 @@ def add_fp8_tile(
     return Sums(new_max, row_sum, acc, new_unit, tl.maximum(top, new_unit), sums.n_skips)
 
 
-class Scored(NamedTuple):
-    """The keys and the mask that rows are scored against: of one head, from the first key of the
-    sequence on. scales: of its key blocks. mask: of the head, or None."""
-
-    keys: Any
-    stride_n: Any
-    scales: Any
-    mask: Any
-    stride_mm: Any
-    stride_mn: Any
-    Lk: Any
-
-
-class RowTile(NamedTuple):
-    """Rows to be scored: x `[rows, BLOCK_D]`, factor of their scores, row of the sequence, whether
-    it is used, and the last key that the diagonal shows, all `[rows]`."""
-
-    x: Any
-    factor: Any
-    rows: Any
-    used: Any
-    last_key: Any
-
-
 @triton.jit
-def load_values(
-    blocks, i_k, left, TYPES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+def load_values(v, i_k, left, TYPES: tl.constexpr, VALUES: tl.constexpr, MASKED: tl.constexpr):
     """`(values of a key block [64, BLOCK_DV], log2 of their scale)`; fp8 is held transposed and
     padded."""
     n, dv = tl.arange(0, BLOCK_K), tl.arange(0, VALUES.BLOCK_DV)
-    if FAST:
-        at = blocks.v + i_k * BLOCK_K + dv[:, None] * blocks.v_stride_d + n[None, :]
-        v = tl.load(at).T
-        scale = tl.load(blocks.v_logs + i_k)
+    if v.scale is not None:
+        at = v.data + i_k * BLOCK_K + dv[:, None] * v.strides.d + n[None, :]
+        own = tl.load(at).T
+        scale = tl.load(v.scale + i_k)
     else:
-        at = blocks.v + wide(i_k) * wide(BLOCK_K * blocks.v_stride)
-        at += n[:, None] * blocks.v_stride + dv[None, :]
+        at = v.data + wide(i_k) * wide(BLOCK_K * v.strides.n)
+        at += n[:, None] * v.strides.n + dv[None, :]
         if MASKED:
-            v = tl.load(at, mask=(n < left)[:, None] & (dv < VALUES.DV)[None, :], other=0.0)
+            own = tl.load(at, mask=(n < left)[:, None] & (dv < VALUES.DV)[None, :], other=0.0)
         elif VALUES.DV != VALUES.BLOCK_DV:
-            v = tl.load(at, mask=(dv < VALUES.DV)[None, :], other=0.0)
+            own = tl.load(at, mask=(dv < VALUES.DV)[None, :], other=0.0)
         else:
-            v = tl.load(at)
-        v = as_held(v, TYPES)
+            own = tl.load(at)
+        own = as_held(own, TYPES)
         scale = 0.0
-    return v, scale
+    return own, scale
 
 
 @triton.jit
-def load_keys(
-    blocks, i_k, left, TYPES: tl.constexpr, CODED: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
+def load_keys(k, i_k, left, TYPES: tl.constexpr, MASKED: tl.constexpr):
     """The keys of a block, transposed `[BLOCK_D, 64]`; codes are padded to whole blocks."""
     n, d = tl.arange(0, BLOCK_K), tl.arange(0, TYPES.BLOCK_D)
-    if CODED:
-        at = blocks.k + i_k * (BLOCK_K * TYPES.BLOCK_D)
-        k = tl.load(at + n[None, :] * TYPES.BLOCK_D + d[:, None])
+    if k.data.dtype.element_ty == tl.int8:
+        at = k.data + i_k * (BLOCK_K * TYPES.BLOCK_D)
+        own = tl.load(at + n[None, :] * TYPES.BLOCK_D + d[:, None])
     else:
-        at = blocks.k + wide(i_k) * wide(BLOCK_K * blocks.k_stride)
-        at = at + n[None, :] * blocks.k_stride + d[:, None]
+        at = k.data + wide(i_k) * wide(BLOCK_K * k.strides.n)
+        at = at + n[None, :] * k.strides.n + d[:, None]
         if MASKED:
-            k = tl.load(at, mask=(n < left)[None, :] & (d < TYPES.D)[:, None], other=0.0)
+            own = tl.load(at, mask=(n < left)[None, :] & (d < TYPES.D)[:, None], other=0.0)
         elif TYPES.D != TYPES.BLOCK_D:
-            k = tl.load(at, mask=(d < TYPES.D)[:, None], other=0.0)
+            own = tl.load(at, mask=(d < TYPES.D)[:, None], other=0.0)
         else:
-            k = tl.load(at)
-        k = as_held(k, TYPES)
-    return k
+            own = tl.load(at)
+        own = as_held(own, TYPES)
+    return own
 
 
 @triton.jit
-def products(q, k, TYPES: tl.constexpr, CODED: tl.constexpr):
+def products(q, k, TYPES: tl.constexpr):
     """`q [rows, BLOCK_D] · k [BLOCK_D, n]`, int32 of codes, else fp32."""
-    if CODED:
+    if q.dtype == tl.int8:
         x = tl.dot(q, k, out_dtype=tl.int32)
     elif TYPES.EXACT != "":
         x = tl.dot(q, k, input_precision=TYPES.EXACT)
@@ -286,47 +265,23 @@ def products(q, k, TYPES: tl.constexpr, CODED: tl.constexpr):
 
 
 @triton.jit
-def score_rows(
-    tile, scored, j, TYPES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    CODED: tl.constexpr,
-):  # fmt: skip
-    """Scores of a `RowTile` over key block j of a `Scored`, base 2, `[rows, 64]`; -inf where
-    masked."""
-    n, d = tl.arange(0, BLOCK_K), tl.arange(0, TYPES.BLOCK_D)
-    first = wide(j) * BLOCK_K
-    left = scored.Lk - j * BLOCK_K
-    k_at = scored.keys + first * scored.stride_n + n[None, :] * scored.stride_n + d[:, None]
-    if CODED:
-        k = tl.load(k_at)  # [BLOCK_D, 64]
-        x = tl.dot(tile.x, k, out_dtype=tl.int32).to(tl.float32)
-    else:
-        k = tl.load(k_at, mask=(n < left)[None, :] & (d < TYPES.D)[:, None], other=0.0)
-        if TYPES.EXACT != "":
-            x = tl.dot(tile.x, k.to(tl.float32), input_precision=TYPES.EXACT)
-        else:
-            x = tl.dot(tile.x, as_held(k, TYPES))
-    s = x * (tile.factor * tl.load(scored.scales + j))[:, None]
-    keep = (n < left)[None, :] & tile.used[:, None]
-    if CAUSAL:
-        keep = keep & (j * BLOCK_K + n[None, :] <= tile.last_key[:, None])
-    if MASK:
-        at = scored.mask + tile.rows[:, None].to(tl.int64) * scored.stride_mm
-        at = at + (first + n[None, :]) * scored.stride_mn
-        given = tl.load(at, mask=(n < left)[None, :] & tile.used[:, None], other=0)
-        if MASK == BOOL_MASK:
-            keep = keep & (given != 0)
-        if MASK == BIAS:
-            bias = given.to(tl.float32)
-            keep = keep & (bias != float("-inf"))
-            s = s + bias * LOG2E
-            s = tl.where(s < LOWEST, LOWEST, s)
-    return tl.where(keep, s, float("-inf"))
+def keys_of_head(k, mask, own, h, h_k, b, first_scale):
+    """The `Keys` of one head and sequence `own`. first_scale: where the head's scales begin."""
+    # Codes are padded to whole blocks; the caller's rows are not.
+    CODED: tl.constexpr = k.data.dtype.element_ty == tl.int8
+    first = own.k_block0 * BLOCK_K if CODED else own.k_row0
+    data = k.data + b * k.strides.b + h_k * k.strides.h + wide(first) * k.strides.n
+    base = mask.data
+    if mask.data is not None:
+        base = mask.data + b * mask.strides.b + wide(h) * mask.strides.h
+    scales = k.scale + first_scale + own.k_block0
+    return Keys(Rows(data, scales, k.strides), View(base, mask.strides), own.Lk)
 
 
 @triton.jit
 def load_rows(q, at_head, h, b, row0, rows, used, scale_log2, TYPES: tl.constexpr):
-    """`(rows of q [rows, BLOCK_D], factor of their scores [rows])`; a factor of NaN for a row that
-    is not finite. at_head: where the scales of the head begin."""
+    """The `Queries` of some rows, of those `used`; a factor of NaN for a row that is not finite.
+    at_head: where the scales of the head begin."""
     d = tl.arange(0, TYPES.BLOCK_D)
     token = (row0 + rows).to(tl.int64)
     base = q.data + b * q.strides.b + wide(h) * q.strides.h
@@ -339,48 +294,72 @@ def load_rows(q, at_head, h, b, row0, rows, used, scale_log2, TYPES: tl.constexp
         own = tl.load(at, mask=used[:, None] & (d < TYPES.D)[None, :], other=0.0)
         factor += tl.sum(own.to(tl.float32) * 0.0, 1)
         own = as_held(own, TYPES)
-    return own, factor
+    return Queries(own, factor, rows, used, 0)
+
+
+@triton.jit
+def score_rows(
+    queries, last_key, keys, j, TYPES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
+):  # fmt: skip
+    """Scores of `Queries` over key block j of a head's `Keys`, base 2, `[rows, 64]`; -inf where
+    masked. last_key: that the diagonal shows each row."""
+    n, d = tl.arange(0, BLOCK_K), tl.arange(0, TYPES.BLOCK_D)
+    first = wide(j) * BLOCK_K
+    left = keys.Lk - j * BLOCK_K
+    # Not `load_keys`, whose narrow positions cost more here.
+    at = keys.k.data + first * keys.k.strides.n + n[None, :] * keys.k.strides.n + d[:, None]
+    if queries.x.dtype == tl.int8:
+        k = tl.load(at)  # [BLOCK_D, 64]
+    else:
+        k = tl.load(at, mask=(n < left)[None, :] & (d < TYPES.D)[:, None], other=0.0)
+        k = as_held(k, TYPES)
+    x = products(queries.x, k, TYPES).to(tl.float32)
+    s = x * (queries.factor * tl.load(keys.k.scale + j))[:, None]
+    there = (n < left)[None, :] & queries.valid[:, None]
+    keep = there
+    if CAUSAL:
+        keep = keep & (j * BLOCK_K + n[None, :] <= last_key[:, None])
+    given = 0
+    if MASK:
+        at = keys.mask.data + queries.rows[:, None].to(tl.int64) * keys.mask.strides.m
+        at = at + (first + n[None, :]) * keys.mask.strides.n
+        given = tl.load(at, mask=there, other=0)
+    s, keep = under_mask(s, keep, given, MASK)
+    return s
 
 
 @triton.jit
 def score_row(
-    q, factor, row, last_key, scored, j,
-    TYPES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, CODED: tl.constexpr,
+    q, factor, row, last_key, keys, j,
+    TYPES: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one row `q [BLOCK_D]` over key block j of a `Scored`, base 2, `[64]`; -inf where
-    masked."""
+    """The same of one row `q [BLOCK_D]`, `[64]`, without matrix products."""
     n, d = tl.arange(0, BLOCK_K), tl.arange(0, TYPES.BLOCK_D)
-    left = scored.Lk - j * BLOCK_K
-    at = scored.keys + wide(j) * wide(BLOCK_K * scored.stride_n)
-    at = at + n[:, None] * scored.stride_n + d[None, :]  # [64, BLOCK_D]
-    if CODED:
+    left = keys.Lk - j * BLOCK_K
+    at = keys.k.data + wide(j) * wide(BLOCK_K * keys.k.strides.n)
+    at = at + n[:, None] * keys.k.strides.n + d[None, :]  # [64, BLOCK_D]
+    if q.dtype == tl.int32:
         x = tl.sum(tl.load(at).to(tl.int32) * q[None, :], 1).to(tl.float32)
     else:
         k = tl.load(at, mask=(n < left)[:, None] & (d < TYPES.D)[None, :], other=0.0)
         x = tl.sum(as_held(k, TYPES).to(tl.float32) * q[None, :], 1)
-    s = x * (factor * tl.load(scored.scales + j))
+    s = x * (factor * tl.load(keys.k.scale + j))
     keep = n < left
     if CAUSAL:
         keep = keep & (j * BLOCK_K + n <= last_key)
+    given = 0
     if MASK:
-        m_at = scored.mask + wide(row) * scored.stride_mm
-        m_at = m_at + (wide(j) * BLOCK_K + n) * scored.stride_mn
-        given = tl.load(m_at, mask=n < left, other=0)
-        if MASK == BOOL_MASK:
-            keep = keep & (given != 0)
-        if MASK == BIAS:
-            bias = given.to(tl.float32)
-            keep = keep & (bias != float("-inf"))
-            s = s + bias * LOG2E
-            s = tl.where(s < LOWEST, LOWEST, s)
-    return tl.where(keep, s, float("-inf"))
+        at = keys.mask.data + wide(row) * keys.mask.strides.m
+        at = at + (wide(j) * BLOCK_K + n) * keys.mask.strides.n
+        given = tl.load(at, mask=n < left, other=0)
+    s, keep = under_mask(s, keep, given, MASK)
+    return s
 
 
 @triton.jit
 def walk_blocks(
     sums, queries, blocks, start, stop, last_key,
-    TYPES: tl.constexpr, VALUES: tl.constexpr, HOW: tl.constexpr, CODED: tl.constexpr,
-    FAST: tl.constexpr, MASKED: tl.constexpr,
+    TYPES: tl.constexpr, VALUES: tl.constexpr, HOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The `Sums` over listed blocks `start … stop - 1`. MASKED: pairs are hidden, by the end of the
     keys, the diagonal (`last_key [BLOCK_M]`) or the caller's mask. The index of the next block is
@@ -393,26 +372,34 @@ def walk_blocks(
     FILTERS: tl.constexpr = HOW.FILTERS
     P_LOG: tl.constexpr = VALUES.P_LOG
     EXACT: tl.constexpr = TYPES.EXACT
+    FAST: tl.constexpr = blocks.v.scale is not None
+    k_rows, mask = blocks.keys.k, blocks.keys.mask
     n = tl.arange(0, BLOCK_K)
     i_k = tl.load(blocks.listed + start, mask=start < stop, other=0)
     for at in tl.range(start, stop, num_stages=1 if MASKED else None):
         first_key = i_k * BLOCK_K
-        left = blocks.Lk - first_key
-        k = load_keys(blocks, i_k, left, TYPES, CODED, MASKED)
-        own_scale = tl.load(blocks.k_scales + i_k)
-        v, v_log = load_values(blocks, i_k, left, TYPES, VALUES, FAST, MASKED)
+        left = blocks.keys.Lk - first_key
+        k = load_keys(k_rows, i_k, left, TYPES, MASKED=MASKED)  # [BLOCK_D, 64]
+        own_scale = tl.load(k_rows.scale + i_k)
+        v, v_log = load_values(blocks.v, i_k, left, TYPES, VALUES, MASKED=MASKED)  # [64, BLOCK_DV]
         given = 0
         if MASKED and MASK != NO_MASK:
-            m_at = blocks.mask + queries.rows[:, None].to(tl.int64) * blocks.mask_stride_m
-            m_at += (first_key + n[None, :]).to(tl.int64) * blocks.mask_stride_n
+            m_at = mask.data + queries.rows[:, None].to(tl.int64) * mask.strides.m
+            m_at += (first_key + n[None, :]).to(tl.int64) * mask.strides.n  # [BLOCK_M, 64]
             given = tl.load(m_at, mask=(n < left)[None, :] & queries.valid[:, None], other=0)
         i_k = tl.load(blocks.listed + at + 1, mask=at + 1 < stop, other=0)
-        x = products(queries.x, k, TYPES, CODED)  # [BLOCK_M, 64]
+        x = products(queries.x, k, TYPES)  # [BLOCK_M, 64]
         own = queries.factor * own_scale
         if MASKED:
             # One comparison for each pair: `last_key` is the diagonal's or the last one.
             keep = (first_key + n)[None, :] <= last_key[:, None]
-            x, own, keep = masked_scores(x.to(tl.float32), own, given, keep, MASK)
+            x = x.to(tl.float32)
+            if MASK == BIAS:  # x becomes whole scores
+                x = x * own[:, None]
+                own = tl.full(own.shape, 1.0, tl.float32)
+            else:
+                own = tl.where(own == 0.0, 1e-37, own)  # zero would turn -inf into NaN
+            x, keep = under_mask(x, keep, given, MASK)
             block_max = tl.max(x, 1) * own
             if MASK == BIAS:  # a maximum may not see NaN, and the second filter must
                 odd = tl.max((keep & (x != x)).to(tl.int32), 1) != 0
@@ -454,7 +441,7 @@ def walk_blocks(
 @triton.jit
 def walk_pooled(
     sums, queries, pooled, k_scales, n_entries, Lk, headroom,
-    TYPES: tl.constexpr, VALUES: tl.constexpr, HOW: tl.constexpr, CODED: tl.constexpr,
+    TYPES: tl.constexpr, VALUES: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """The `Sums` with pooled entries of skipped open blocks, ENTRIES at a time: scale and size of
     each need registers. A tile without any is not computed. pooled: entries of this head, and
@@ -480,11 +467,11 @@ def walk_pooled(
             # k [BLOCK_D, ENTRIES], x [BLOCK_M, ENTRIES], v [ENTRIES, BLOCK_DV]
             k_at = pooled.k + entry[None, :] * BLOCK_D + d[:, None]
             k = tl.load(k_at, mask=there[None, :], other=0)
-            if CODED:
+            if pooled.scale is not None:
                 own_scale = tl.load(pooled.scale + entry, mask=there, other=0.0)
             else:
                 own_scale = tl.load(k_scales + block, mask=there, other=0.0)
-            x = products(queries.x, k, TYPES, CODED).to(tl.float32) * queries.factor[:, None]
+            x = products(queries.x, k, TYPES).to(tl.float32) * queries.factor[:, None]
             x = x * own_scale[None, :] + tl.where(entry == last, last_log, whole_log)[None, :]
             x = tl.where(is_pooled[None, :], x, float("-inf"))
             v_at = pooled.v + entry[:, None] * BLOCK_DV + dv[None, :]

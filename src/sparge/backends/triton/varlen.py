@@ -14,11 +14,11 @@ from ...support.errors import Unsupported
 from ...values.blockplan import BlockPlan, plan_from_lists
 from ...values.call import BLOCK_K, BLOCK_Q, Call, Inputs, diagonal_offset, n_blocks
 from ...values.recipe import KeepError
-from ...values.stages import Attended, AttendedPack, ChosenSequences, Prepared
+from ...values.stages import AttendedPack, ChosenSequences, Prepared
 from ...values.tokenmask import TokenMask
 from .architectures import why_too_many
 from .arguments import Packed, pack
-from .attend import attend_lists, in_tiles_that_fit, tiles_of
+from .attend import attend_lists
 from .blocks import Lists
 from .predict import predict
 from .prepare import prepare_keys, prepare_queries
@@ -50,7 +50,7 @@ def attend_packed(
     assert some is None, "see why_not_packed"
     if (why := why_too_many(len(cuts[0]) - 1)) is not None:
         raise Unsupported("the triton backend cannot attend this pack:", {"triton": why})
-    packed = pack(cuts, align, inputs.query.device)
+    packed = pack(*map(tuple, cuts), align, inputs.query.device)
     tokens = TokenMask(call.Lq, call.Lk, call.is_causal)
     with stage("prepare"):
         keys = prepare_keys(
@@ -66,28 +66,15 @@ def attend_packed(
             mass = predict(call, prepared, tokens)
     with stage("select"):
         found = select_lists(call, prepared, mass, tokens)
-    lists = Lists(found.counts, found.indices)
-
-    def attend() -> Attended:
-        done = _empty(call, found.counts)
-        attend_lists(call, queries, keys, lists, found.pools, tokens, done, packed=packed)
-        return done
-
+    # The output is written as it is packed.
+    out = found.counts.new_empty((call.Lq, call.Hq, call.Dv), dtype=call.dtype)
+    lse = found.counts.new_empty((1, call.Hq, call.Lq), dtype=torch.float32)
     with stage("attend"):
-        done = in_tiles_that_fit(call, attend)
-    skips = done.pv_skips.sum(-1, dtype=torch.int32)
-    parts = (found.counts, found.indices, found.allowed, skips)
-    return AttendedPack(
-        done.out[0].transpose(0, 1), done.lse[0], lambda: list(_plans(call, parts, packed))
-    )
-
-
-def _empty(call: Call, counts: Tensor) -> Attended:
-    """The output is written as it is packed, `[T, Hq, Dv]`."""
-    out = counts.new_empty((call.Lq, call.Hq, call.Dv), dtype=call.dtype)
-    lse = counts.new_empty((1, call.Hq, call.Lq), dtype=torch.float32)
-    skips = counts.new_empty((*counts.shape, tiles_of(call).programs))
-    return Attended(out.transpose(0, 1).unsqueeze(0), lse, skips)
+        lists = Lists(found.counts, found.indices, pools=found.pools)
+        into = out.transpose(0, 1).unsqueeze(0), lse
+        done = attend_lists(call, queries, keys, lists, tokens, into=into)
+    parts = (found.counts, found.indices, found.allowed, done.pv_skips)
+    return AttendedPack(out, lse[0], lambda: list(_plans(call, parts, packed)))
 
 
 def _plans(

@@ -19,8 +19,7 @@ COMPILED, STORED, LOADED = "compiled", "stored", "loaded"
 
 @dataclass(frozen=True)
 class WarmKernel:
-    """One kernel of a launch. how: "compiled", "stored" (it was in Triton's cache) or "loaded" (by
-    this process before)."""
+    """One kernel of a launch. how: one of the three."""
 
     name: str
     how: str
