@@ -55,7 +55,17 @@ from .operands import (
     query_rows,
     value_rows,
 )
-from .primitives import BLOCK_K, BLOCK_Q, Sequence, add_scores, as_held, causal_stop, wide
+from .primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    Rows,
+    Sequence,
+    View,
+    add_scores,
+    as_held,
+    causal_stop,
+    wide,
+)
 from .tiles import keys_of_head, load_rows, score_row, score_rows
 
 ROWS = tl.constexpr(16)
@@ -154,14 +164,15 @@ def survey_rows(
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "n_q", "n_k", "offset", "n_rows"])
 def measure_rows(
-    q, k, v, mask, first, steps, rows, outs, pooled, kinds,
+    q, k, v, q_scale, k_scale, v_scale, mask, kinds, first, steps, rows, outs, pooled,
+    q_strides, k_strides, v_strides, mask_strides, kind_strides,
     Hq, group, Lq, Lk, n_q, n_k, offset, n_rows, scale_log2,
     TYPES: tl.constexpr, VALUES: tl.constexpr, STEPS: tl.constexpr, BLOCK_S: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, POOL_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One row: outputs over the blocks of each of STEPS steps, then over all, `[STEPS + 1, DV]`, P
-    and V rounded as `attend` rounds them."""
-    CODED: tl.constexpr = q.scale is not None
+    and V rounded as `attend` rounds them. Pointers come before strides: see primitives.py."""
+    CODED: tl.constexpr = q_scale is not None
     BLOCK_D: tl.constexpr = TYPES.BLOCK_D
     DV: tl.constexpr = VALUES.DV
     BLOCK_DV: tl.constexpr = VALUES.BLOCK_DV
@@ -170,18 +181,19 @@ def measure_rows(
     head, key_head = b * Hq + h, b * (Hq // group) + h_k
     row = tl.maximum(tl.load(rows + head * n_rows + at_row).to(tl.int32), 0)
     n, d, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_at = q.data + b * q.strides.b + wide(h) * q.strides.h + wide(row) * q.strides.n + d
+    q_at = q + b * q_strides.b + wide(h) * q_strides.h + wide(row) * q_strides.n + d
     if CODED:
         own_q = tl.load(q_at).to(tl.int32)  # [BLOCK_D]
-        factor = scale_log2 * tl.load(q.scale + head * Lq + row)
+        factor = scale_log2 * tl.load(q_scale + head * Lq + row)
     else:
         own_q = as_held(tl.load(q_at, mask=d < TYPES.D, other=0.0), TYPES).to(tl.float32)
         factor = scale_log2 + tl.sum(own_q * 0.0, 0)
     own = Sequence(0, Lq, 0, Lk, 0, 0, offset, 0)
+    k, mask = Rows(k, k_scale, k_strides), View(mask, mask_strides)
     keys = keys_of_head(k, mask, own, h, h_k, b, key_head * n_k)
-    v_base = v.data + b * v.strides.b + h_k * v.strides.h
+    v_base = v + b * v_strides.b + h_k * v_strides.h
     i = row // BLOCK_Q
-    kinds_row = kinds_of_row(kinds, h, b, i, n_k)
+    kinds_row = kinds_of_row(View(kinds, kind_strides), h, b, i, n_k)
     last_key = row + offset
     stop = n_k
     if CAUSAL:
@@ -206,16 +218,16 @@ def measure_rows(
         mine = tl.sum(p, 0)
         # own_v, values [64, BLOCK_DV]
         there = (n < left)[:, None] & (dv < DV)[None, :]
-        if v.scale is not None:
-            at = v_base + j * BLOCK_K + n[:, None] + dv[None, :] * v.strides.d
+        if v_scale is not None:
+            at = v_base + j * BLOCK_K + n[:, None] + dv[None, :] * v_strides.d
             own_v = tl.load(at)
             top = tl.max(p, 0)
             unit = tl.where(top > 0.0, top, 1.0) * (1.0 / VALUES.P_MAX)
             p = (p / unit).to(own_v.dtype).to(tl.float32) * unit
-            values = own_v.to(tl.float32) * tl.load(v.scale + key_head * n_k + j)
+            values = own_v.to(tl.float32) * tl.load(v_scale + key_head * n_k + j)
         else:
-            at = v_base + wide(j) * wide(BLOCK_K * v.strides.n)
-            at = at + n[:, None] * v.strides.n + dv[None, :]
+            at = v_base + wide(j) * wide(BLOCK_K * v_strides.n)
+            at = at + n[:, None] * v_strides.n + dv[None, :]
             values = as_held(tl.load(at, mask=there, other=0.0), TYPES).to(tl.float32)
             if TYPES.EXACT == "":
                 p = p.to(TYPES.HELD).to(tl.float32)
@@ -335,6 +347,16 @@ def _scored(call: Call, prepared: Prepared, tokens: TokenMask, rows: Tensor) -> 
     }
 
 
+def _apart(tuples: dict[str, Any]) -> dict[str, Any]:
+    """Pointers and strides of `Rows` and `View`s as arguments of their own."""
+    found: dict[str, Any] = {}
+    for name, x in tuples.items():
+        found |= {name: x.data, f"{name.removesuffix('s')}_strides": x.strides}
+        if isinstance(x, Rows):
+            found[f"{name}_scale"] = x.scale
+    return found
+
+
 def _first_steps(call: Call, mass: Tensor, tokens: TokenMask, allowed: Tensor) -> Tensor:
     """The first step that keeps each block; writes how many are allowed in each row."""
     first = torch.empty(mass.shape, dtype=torch.int32, device=mass.device)
@@ -407,12 +429,13 @@ def _outputs(
     shape = (*rows.shape, n_steps + 1, call.Dv)
     outs = torch.empty(shape, dtype=torch.float32, device=rows.device)
     values, value_types = value_rows(call, keys)
+    scored = _scored(call, prepared, tokens, rows)
+    tuples = {"v": values, "kinds": kinds_under(tokens)}
+    tuples |= {name: scored.pop(name) for name in ("q", "k", "mask")}
     launch(
         measure_rows,
         (rows.shape[2], call.Hq, call.B),
         _OPTIONS,
-        v=values,
-        kinds=kinds_under(tokens),
         pooled=pooled_entries(call, keys),  # the kernel finds out which blocks are pooled
         first=first,
         steps=constant(budget.MEASURED_STEPS, torch.int32, rows.device),
@@ -421,6 +444,7 @@ def _outputs(
         STEPS=n_steps,
         BLOCK_S=STEPS_AT_ONCE if n_steps else 1,
         POOL_GROUP=0 if keys.entries is None else keys.entries.group,
-        **_scored(call, prepared, tokens, rows),
+        **_apart(tuples),
+        **scored,
     )
     return outs
