@@ -150,9 +150,9 @@ def pack(q_cuts: tuple[int, ...], k_cuts: tuple[int, ...], align: str, device: A
         of_q += [seq] * n_q
         of_k += [seq] * n_k
         q_block, k_block, most_k = q_block + n_q, k_block + n_k, max(most_k, n_k)
-    table, *of_blocks = (_copied(x, device) for x in (rows, of_q, of_k))
-    packs = (Pack(table, blocks) for blocks in of_blocks)
-    return Packed(len(rows), q_block, k_block, most_k, *packs, cuts, align)
+    table, of_q_block, of_k_block = (_copied(x, device) for x in (rows, of_q, of_k))
+    queries, keys = Pack(table, of_q_block), Pack(table, of_k_block)
+    return Packed(len(rows), q_block, k_block, most_k, queries, keys, cuts, align)
 
 
 @lru_cache(maxsize=2 * PACKS)

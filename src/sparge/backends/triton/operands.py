@@ -97,7 +97,8 @@ def pooled_entries(call: Call, keys: KeysOnDevice, blocks: Tensor | None = None)
     assert isinstance(entries.value, Tensor)
     key, scale = entries.key, None
     if isinstance(key, QTensor):
-        key, scale = key.codes, padded(key.scale.unsqueeze(3), n, 1)
+        scale = padded(key.scale.unsqueeze(3), n, 1)
+        key = key.codes
     value = padded(entries.value, n, value_dim(call.Dv))
     return PooledEntries(padded(key, n, block_dim(call.D)), value, scale, blocks)
 
