@@ -11,10 +11,10 @@ import torch
 import sparge
 from calls import FIXED
 from sparge import KeepAll, KeepFraction, KeepMass, Recipe
+from sparge.models.route import ONE_QUERY
 from sparge.serving.vllm import WorkerExtension, report
 from sparge.serving.vllm.batch import Request, Step, make_pack, rows_of
 from sparge.serving.vllm.routing import (
-    DECODE,
     FEW_QUERIES,
     PREDICTED_DENSE,
     PREDICTED_OWN,
@@ -175,8 +175,8 @@ def reason(Lq, Lk, *, backend="auto", own=None, recipe=sparge.DEFAULT, density=N
 
 def test_routing():
     fast, slow = OwnCost(1e-15, 0.0), OwnCost(1.0, 0.0)
-    assert reason(1, 5000) == DECODE
-    assert reason(1, 5000, backend="cpu") == DECODE
+    assert reason(1, 5000) == ONE_QUERY
+    assert reason(1, 5000, backend="cpu") == ONE_QUERY
     assert reason(100, 5000) == FEW_QUERIES
     assert reason(100, 5000, backend="cpu") == ""
     assert reason(2048, 4096, own=slow) == ""

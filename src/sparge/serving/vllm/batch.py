@@ -93,47 +93,35 @@ class PromptPack:
 def make_pack(
     step: Step, chosen: Sequence[int], query: Tensor, key: Tensor, value: Tensor, gather: Gather
 ) -> PromptPack:
-    """Requests `chosen` of a step as one pack; keys come from the step or from the cache."""
+    """Requests `chosen` of a step as one pack; keys come from the step or from the cache. Rows that
+    lie together are not copied."""
     requests = tuple(step.requests[i] for i in chosen)
     cuts_q = list(accumulate((each.Lq + each.lead for each in requests), initial=0))
     cuts_k = list(accumulate((each.Lk for each in requests), initial=0))
-    keys, values = _keys(requests, chosen, key, value, gather, cuts_k)
-    return PromptPack(_queries(requests, query), keys, values, cuts_q, cuts_k, requests)
-
-
-def _queries(requests: Sequence[Request], query: Tensor) -> Tensor:
-    if _lie_together(requests) and not any(each.lead for each in requests):
-        return query[requests[0].start : requests[-1].stop]
-    parts = []
-    for each in requests:
-        rows = query[each.start : each.stop]
-        if each.lead:
-            parts.append(rows[torch.arange(each.lead, device=query.device) % each.Lq])
-        parts.append(rows)
-    return torch.cat(parts)
-
-
-def _keys(
-    requests: Sequence[Request],
-    chosen: Sequence[int],
-    key: Tensor,
-    value: Tensor,
-    gather: Gather,
-    cuts: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    fresh = all(each.fresh for each in requests)
-    if fresh and _lie_together(requests):
-        rows = slice(requests[0].start, requests[-1].stop)
-        return key[rows], value[rows]
-    shape = (cuts[-1], *key.shape[1:])
+    together, rows = _lie_together(requests), slice(requests[0].start, requests[-1].stop)
+    if together and not any(each.lead for each in requests):
+        queries = query[rows]
+    else:
+        queries = torch.cat([part for each in requests for part in _led(each, query)])
+    if together and all(each.fresh for each in requests):
+        return PromptPack(queries, key[rows], value[rows], cuts_q, cuts_k, requests)
+    shape = (cuts_k[-1], *key.shape[1:])
     keys, values = key.new_empty(shape), value.new_empty(shape)
-    for i, each, start, stop in zip(chosen, requests, cuts, cuts[1:], strict=False):
+    for i, each, (start, stop) in zip(chosen, requests, pairwise(cuts_k), strict=True):
         if each.fresh:
             keys[start:stop] = key[each.start : each.stop]
             values[start:stop] = value[each.start : each.stop]
         else:
             gather(i, keys[start:stop], values[start:stop])
-    return keys, values
+    return PromptPack(queries, keys, values, cuts_q, cuts_k, requests)
+
+
+def _led(request: Request, query: Tensor) -> list[Tensor]:
+    """The rows of a request behind copies of its first ones, as far as its block began before."""
+    rows = query[request.start : request.stop]
+    if not request.lead:
+        return [rows]
+    return [rows[torch.arange(request.lead, device=query.device) % request.Lq], rows]
 
 
 def _lie_together(requests: Sequence[Request]) -> bool:

@@ -33,19 +33,14 @@ class Order:
     pair: int
 
     def unpacked(self, packed: Tensor, block: int, D: int) -> Tensor:
-        """`[..., block * D]` as a view `[..., block, D]` in 4 + dims: tokens first, then channels.
-
-        The view has shape `[..., block / a, a, D / b, b]`; a copy of it is `[..., block, D]`.
-        """
+        """`[..., block * D]` as a view `[..., block / a, a, D / b, b]`, of which a copy is
+        `[..., block, D]`."""
+        tokens_first = self.grouped == "tokens"
+        outer, inner = (block, D) if tokens_first else (D, block)
         lead = packed.shape[:-1]
-        n = len(lead)
-        if self.grouped == "tokens":
-            parts = packed.view(*lead, block // self.group, D // self.pair, self.group, self.pair)
-            order = (n, n + 2, n + 1, n + 3)
-        else:
-            parts = packed.view(*lead, D // self.group, block // self.pair, self.group, self.pair)
-            order = (n + 1, n + 3, n, n + 2)
-        return parts.permute(*range(n), *order)
+        parts = packed.view(*lead, outer // self.group, inner // self.pair, self.group, self.pair)
+        order = (0, 2, 1, 3) if tokens_first else (1, 3, 0, 2)
+        return parts.permute(*range(len(lead)), *(len(lead) + i for i in order))
 
 
 @dataclass(frozen=True)

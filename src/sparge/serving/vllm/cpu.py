@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -19,6 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from ...support.turns import timed
 from .batch import Request
 from .cache_layout import CacheLayout, find_cache_layout
 from .routing import OwnCost, Shape
@@ -60,7 +60,10 @@ class SpargeCPUImpl(ServingImpl, CPUAttentionBackendImpl):
 
 class SpargeCPUBuilder(ServingBuilder, CPUAttentionMetadataBuilder):
     def bind(self, layer_names: list[str], config: Any) -> None:
-        measure = partial(_measure, self.block_size, self.isa)
+        def measure(shape: Shape) -> OwnCost | None:
+            sizes, threads = (shape.Hq, shape.Hk, shape.D, shape.dtype), torch.get_num_threads()
+            return own_cost(self.block_size, self.isa, *sizes, threads)
+
         bind_layers(layer_names, config, measure=measure, implementation=SpargeCPUImpl)
 
     def seq_lens(self, common: Any) -> list[int] | None:
@@ -94,10 +97,6 @@ def layout_of(isa: str, dtype: torch.dtype, block: int, D: int) -> CacheLayout |
         return None
 
 
-def _measure(block: int, isa: str, impl: Any, shape: Shape) -> OwnCost | None:
-    return own_cost(block, isa, shape.Hq, shape.Hk, shape.D, shape.dtype, torch.get_num_threads())
-
-
 @lru_cache(maxsize=64)
 def own_cost(
     block: int, isa: str, Hq: int, Hk: int, D: int, dtype: torch.dtype, threads: int
@@ -115,7 +114,8 @@ def own_cost(
     attend = own_attention(query, cache, [TRIAL], [TRIAL], table[None], isa)
     pairs = Hq * TRIAL * (TRIAL + 1) / 2
     read = partial(layout.read, cache, table, key, value)
-    return OwnCost(_fastest(attend) / pairs, _fastest(read) / TRIAL)
+    attending, reading = (min(timed(work)[0] for _ in range(TURNS)) for work in (attend, read))
+    return OwnCost(attending / pairs, reading / TRIAL)
 
 
 def own_attention(
@@ -172,12 +172,3 @@ def _schedule(*, seq_lens: Tensor, **facts: Any) -> Tensor:
         **facts,
     )
     return made
-
-
-def _fastest(work: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(TURNS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)

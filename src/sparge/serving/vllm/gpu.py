@@ -49,9 +49,7 @@ class SpargeBuilder(ServingBuilder, TritonAttentionMetadataBuilder):
 
     def bind(self, layer_names: list[str], config: Any) -> None:
         # vLLM's kernel is not timed here: `auto` compares with torch's attention.
-        bind_layers(
-            layer_names, config, measure=lambda impl, shape: None, implementation=SpargeImpl
-        )
+        bind_layers(layer_names, config, measure=None, implementation=SpargeImpl)
 
     def seq_lens(self, common: Any) -> list[int] | None:
         bound = common.seq_lens_cpu_upper_bound  # exact for prefills, which alone read it

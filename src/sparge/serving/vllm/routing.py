@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ...routing import Choice, current_router
+from ...models.route import ONE_QUERY
+from ...routing import current_router
 from ...routing.crossover import allowed_pairs
 from ...values.backend import AUTO, CPU, DENSE
 from ...values.call import BLOCK_Q, Call
 from ...values.recipe import Recipe
 from .batch import Request
 
-DECODE = "decode"
 FEW_QUERIES = "fewer than 128 queries: vLLM's attention is faster"
 PREDICTED_DENSE = "predicted to be slower than dense attention"
 PREDICTED_OWN = "predicted to be slower than vLLM's attention, as measured at the start"
@@ -29,6 +29,8 @@ UNBOUND = "the layer was not there when the worker started"
 UNKNOWN_LAYOUT = "the layout of the KV cache is unknown"
 OTHER_KEYS = "keys of another layer"
 FOREIGN_STEP = "the step was not described by this plugin's metadata"
+PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
+"""Types of a cache that are not quantized."""
 
 
 def why_layer_not_served(impl: Any) -> str:
@@ -41,7 +43,7 @@ def why_layer_not_served(impl: Any) -> str:
         "ALiBi slopes": impl.alibi_slopes is not None,
         "soft-capping": bool(impl.logits_soft_cap),
         "attention sinks": impl.sinks is not None,
-        f"a KV cache in {impl.kv_cache_dtype}": _is_quantized(impl.kv_cache_dtype),
+        f"a KV cache in {impl.kv_cache_dtype}": impl.kv_cache_dtype not in PLAIN_CACHES,
         "chunked local attention": getattr(impl, "chunk_lookback", -1) != -1,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
@@ -59,14 +61,8 @@ def why_step_not_served(metadata: Any, *, fused_output: bool) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _is_quantized(kv_cache_dtype: str) -> bool:
-    return kv_cache_dtype not in ("auto", "float16", "bfloat16", "half", "float", "float32")
-
-
 ENOUGH_CALLS = 8
 """Calls of a layer after which its own density is used in place of the expected one."""
-LONG = 8192
-"""Tokens of the prompt that settings are checked with when a worker starts."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +93,6 @@ class Shape:
         return Call(B=1, Lq=Lq, Lk=Lk, Dv=self.D, is_causal=True, offset=Lk - Lq, **vars(self))
 
 
-def calibrate_backend(shape: Shape, backend: str) -> Choice:
-    """The choice for a long prompt, after a calibration if numbers are missing; a named backend
-    that cannot serve such a call raises `Unsupported`."""
-    call = shape.call(Request(0, LONG, LONG))
-    router = current_router()
-    return router.calibrate(call, router.choose(call, backend))
-
-
 def named_backend(backend: str) -> str | None:
     """The backend that settings or `SPARGE_BACKEND` name; None for `auto`."""
     name, _ = current_router().requested(backend)
@@ -119,7 +107,7 @@ def why_not(
     density: of this layer's calls so far, None while there are few.
     """
     if request.Lq <= 1:
-        return DECODE
+        return ONE_QUERY
     if named_backend(backend) is not None:
         return ""
     if request.Lq < BLOCK_Q:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -22,11 +22,12 @@ from torch import Tensor
 from ...api.attention import attention_and_run
 from ...api.varlen import attend_packed
 from ...models.report import Report, Tally
+from ...models.route import ONE_QUERY
+from ...routing import current_router
 from ...values.recipe import Recipe
 from ...values.run import Run
 from .batch import PromptPack, Request, Step, make_pack, rows_of
 from .routing import (
-    DECODE,
     ENOUGH_CALLS,
     FOREIGN_STEP,
     LEFT_DENSE,
@@ -36,7 +37,6 @@ from .routing import (
     UNKNOWN_LAYOUT,
     OwnCost,
     Shape,
-    calibrate_backend,
     chosen_backend,
     why_layer_not_served,
     why_not,
@@ -44,10 +44,10 @@ from .routing import (
 )
 from .settings import ServingSettings, asked_for, read_settings
 
-RECORD_EVERY = {"cpu": 1}
 RECORD_EVERY_ON_GPU = 16
 """Counting adds some launches to a call, so one call in so many is counted there."""
-Measure = Callable[[Any, Shape], OwnCost | None]
+LONG = 8192
+"""Tokens of the prompt that settings are checked with when a worker starts."""
 
 
 @dataclass(eq=False)
@@ -73,17 +73,20 @@ class ServedLayer:
     def recipe(self) -> Recipe | None:
         return None if self.shape is None else self.shape.recipe
 
-    def why_not(self, request: Request) -> str:
-        """Why vLLM's attention shall run a request; "" if it is served here."""
-        if self.shape is None:
-            return self.why or LEFT_DENSE
+    def why_not(self, request: Request, left_out: str) -> str:
+        """Why vLLM's attention shall run a request; "" if it is served here. left_out: why it runs
+        all prefills of the step, or ""."""
+        if request.Lq <= 1:
+            return ONE_QUERY
+        if left_out or self.shape is None:
+            return left_out
         density = self.tally.sparse_density(calls=ENOUGH_CALLS)
         return why_not(self.shape, request, backend=self.backend, own=self.own, density=density)
 
     def attend(self, pack: PromptPack, output: Tensor) -> None:
         """Attend a pack and write its rows to the step's output `[T, Hq, D]`, counted."""
         start = time.perf_counter()
-        every = RECORD_EVERY.get(pack.query.device.type, RECORD_EVERY_ON_GPU)
+        every = 1 if pack.query.device.type == "cpu" else RECORD_EVERY_ON_GPU
         recorded = self.calls % every == 0
         self.calls += 1
         result, run = self._attend(pack, recorded=recorded)
@@ -123,17 +126,12 @@ class ServedLayer:
 
     def note_own(self, requests: Sequence[tuple[Request, str]], Hq: int, seconds: float) -> None:
         """vLLM's own attention ran these requests, each for a reason; decoding is counted apart."""
-        prefills = [each for each in requests if each[1] != DECODE]
+        prefills = [each for each in requests if each[1] != ONE_QUERY]
         self.note_decode(len(requests) - len(prefills), 0.0 if prefills else seconds)
         for request, reason in prefills:
             self.tally.add_own(reason, seconds, Hq * request.blocks)
             self.tokens["own"] += request.Lq
             seconds = 0.0  # of all together
-
-    def note_foreign_step(self, tokens: int, seconds: float) -> None:
-        """vLLM's own attention ran a step whose requests are not known."""
-        self.tally.add_own(FOREIGN_STEP, seconds, 0)
-        self.tokens["own"] += tokens
 
     def reset(self) -> None:
         self.tally, self.tokens, self.decode_seconds = Tally(), Counter(), 0.0
@@ -154,18 +152,13 @@ class WorkerReport:
     threads: int
     settings: str
     report: Report
-    tokens: Mapping[str, Mapping[str, int]]
-    decode_seconds: Mapping[str, float]
+    tokens: dict[str, dict[str, int]]
+    decode_seconds: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {
-            "format": "sparge.vllm.report/1",
-            **vars(self),
-            "tokens": {name: dict(each) for name, each in self.tokens.items()},
-            "decode_seconds": dict(self.decode_seconds),
-            "report": self.report.to_dict(),
-        }
+        report = self.report.to_dict()
+        return {"format": "sparge.vllm.report/1", **vars(self), "report": report}
 
     @property
     def line(self) -> str:
@@ -245,11 +238,16 @@ WORKER = Worker()
 
 
 def bind_layers(
-    layer_names: list[str], config: Any, *, measure: Measure, implementation: type[Any]
+    layer_names: list[str],
+    config: Any,
+    *,
+    measure: Callable[[Shape], OwnCost | None] | None,
+    implementation: type[Any],
 ) -> None:
     """Give the layers of a cache group their recipes. ValueError or `Unsupported` ends the start:
     a setting is wrong, or does not fit this model.
 
+    measure: times vLLM's attention of a layer, which `auto` then compares with.
     implementation: the class of the layers that can be served; others are passed over.
     """
     from vllm.config import get_layers_from_vllm_config
@@ -268,7 +266,9 @@ def bind_layers(
     for name, layer in get_layers_from_vllm_config(config, Attention, layer_names).items():
         impl: Any = layer.impl
         if isinstance(impl, implementation):
-            impl.served = WORKER.layers[name] = _bind_layer(name, impl, config, measure)
+            impl.served = served = WORKER.layers[name] = _bind_layer(name, impl, config)
+            if measure is not None and served.shape is not None:
+                served.own = measure(served.shape)
     bound = [WORKER.layers[name] for name in layer_names if name in WORKER.layers]
     left = {layer.why for layer in bound if layer.why}
     logger.info(
@@ -281,7 +281,7 @@ def bind_layers(
     WORKER.start_log(logger.info)
 
 
-def _bind_layer(name: str, impl: Any, config: Any, measure: Measure) -> ServedLayer:
+def _bind_layer(name: str, impl: Any, config: Any) -> ServedLayer:
     settings = WORKER.settings
     why = why_layer_not_served(impl)
     if not why and config.parallel_config.decode_context_parallel_size > 1:
@@ -306,8 +306,10 @@ def _bind_layer(name: str, impl: Any, config: Any, measure: Measure) -> ServedLa
         # A worker's own card is the current one.
         index=max(torch.accelerator.current_device_index(), 0) if on_card else 0,
     )
-    calibrate_backend(shape, settings.backend)
-    return ServedLayer(name, shape, settings.backend, own=measure(impl, shape))
+    # Refuses a named backend that cannot serve such a call.
+    call, router = shape.call(Request(0, LONG, LONG)), current_router()
+    router.calibrate(call, router.choose(call, settings.backend))
+    return ServedLayer(name, shape, settings.backend)
 
 
 STEP, PARTS = "sparge_step", "sparge_parts"
@@ -362,13 +364,14 @@ class ServingImpl:
         served = self.served or _unbound(layer)
         step: Step | None = getattr(attn_metadata, STEP, None)
         start = time.perf_counter()
-        if step is None or step.decode_only:
+        if step is None:
             own()
-            seconds = time.perf_counter() - start
-            if step is None:
-                served.note_foreign_step(attn_metadata.num_actual_tokens, seconds)
-            else:
-                served.note_decode(len(step.requests), seconds)
+            served.tally.add_own(FOREIGN_STEP, time.perf_counter() - start, 0)
+            served.tokens["own"] += attn_metadata.num_actual_tokens
+            return output
+        if step.decode_only:
+            own()
+            served.note_decode(len(step.requests), time.perf_counter() - start)
             return output
         fused = output_scale is not None or output_block_scale is not None
         why = PAUSED if WORKER.paused else served.why
@@ -376,7 +379,7 @@ class ServingImpl:
         why = why or (OTHER_KEYS if key is None else "")
         gather = None if why else self.reader(layer, kv_cache, attn_metadata)
         why = why or (UNKNOWN_LAYOUT if gather is None else "")
-        reasons = [DECODE if r.Lq <= 1 else why or served.why_not(r) for r in step.requests]
+        reasons = [served.why_not(request, why) for request in step.requests]
         mine = [i for i, reason in enumerate(reasons) if not reason]
         rest = [i for i, reason in enumerate(reasons) if reason and step.requests[i].Lq]
         if not mine:
@@ -411,13 +414,8 @@ class ServingImpl:
             parts[tuple(rest)] = (made, rows_of(chosen, query.device))
         made, rows = parts[tuple(rest)]
         together = isinstance(rows, slice)
-        out = (
-            output[rows]
-            if together
-            else output.new_empty(made.num_actual_tokens, *output.shape[1:])
-        )
-        arguments = (layer, query[rows], None, None, kv_cache, made, out)
-        super().forward(*arguments)  # type: ignore[misc]
+        out = output[rows] if together else torch.empty_like(output[: made.num_actual_tokens])
+        super().forward(layer, query[rows], None, None, kv_cache, made, out)  # type: ignore[misc]
         if not together:
             output[rows] = out
 
