@@ -25,7 +25,7 @@ def install(*, force: bool = False) -> ModuleType:
     """
     global _before
     ours = _ours()
-    if _before is not None and _in_place(ours):
+    if _before is not None and all(sys.modules.get(name) is ours[name] for name in ours):
         return ours[NAME]
     if not force and (found := _real()):
         raise ImportError(
@@ -33,8 +33,7 @@ def install(*, force: bool = False) -> ModuleType:
             "force=True to hide it until uninstall(), or import from "
             f"sparge.compat.{NAME} and leave it alone"
         )
-    if _before is not None:
-        uninstall()  # somebody else took the name meanwhile; what they put there is kept below
+    uninstall()  # if somebody else took the name since, what they put there is kept below
     _before = {name: module for name, module in sys.modules.items() if _is_part(name)}
     for name in _before:
         del sys.modules[name]
@@ -47,9 +46,9 @@ def uninstall() -> None:
     global _before
     if _before is None:
         return
-    mine = set(map(id, _ours().values()))
-    for name in [n for n, m in sys.modules.items() if _is_part(n) and id(m) in mine]:
-        del sys.modules[name]
+    for name, module in _ours().items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
     for name, module in _before.items():
         sys.modules.setdefault(name, module)
     _before = None
@@ -57,10 +56,6 @@ def uninstall() -> None:
 
 def _ours() -> dict[str, ModuleType]:
     return {NAME + part: importlib.import_module(f"{__name__}.{NAME}{part}") for part in PARTS}
-
-
-def _in_place(ours: dict[str, ModuleType]) -> bool:
-    return all(sys.modules.get(name) is module for name, module in ours.items())
 
 
 def _is_part(name: str) -> bool:

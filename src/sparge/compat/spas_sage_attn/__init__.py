@@ -1,6 +1,6 @@
 """The functions of the public `spas_sage_attn`, with its names, order, defaults and layouts.
 
-They run `sparge.attention` on any device. What differs from the original is in `core`.
+They run `sparge.attention` on any device. docs/compat.md has what differs from the original.
 """
 
 from . import autotune, core, utils

@@ -47,21 +47,17 @@ def recipe_of(
             f"exactly one of cdfthreshd and topk must be set, got cdfthreshd={cdfthreshd!r} and "
             f"topk={topk!r}; set the other one to None"
         )
-    amount = topk if cdfthreshd is None else cdfthreshd
-    assert amount is not None
     name = "topk" if cdfthreshd is None else "cdfthreshd"
-    return _recipe(
-        heads,
-        name,
-        numbers_of(name, amount, heads),
-        numbers_of("simthreshd1", simthreshd1, heads),
-        numbers_of("pvthreshd", pvthreshd, heads),
-        check_flag("attention_sink", attention_sink),
-        precision,
-    )
+    given = {
+        name: topk if cdfthreshd is None else cdfthreshd,
+        "simthreshd1": simthreshd1,
+        "pvthreshd": pvthreshd,
+    }
+    numbers = tuple(numbers_of(each, value, heads) for each, value in given.items())
+    return _recipe(heads, name, numbers, check_flag("attention_sink", attention_sink), precision)
 
 
-def numbers_of(name: str, value: Threshold, heads: int) -> Numbers:
+def numbers_of(name: str, value: Threshold | None, heads: int) -> Numbers:
     """One number, or a tuple with one for each head."""
     if isinstance(value, Tensor):
         if value.dim() > 1:
@@ -96,28 +92,20 @@ def precision_of(dtype: torch.dtype, smooth_k: Any) -> str:
 
 def pv_recipe(heads: int, pvthreshd: Threshold, precision: str) -> Recipe:
     """For a block mask, where nothing is predicted: the second filter and the precision alone."""
-    return _recipe(
-        heads, "topk", 1.0, -1.0, numbers_of("pvthreshd", pvthreshd, heads), False, precision
-    )
+    numbers = (1.0, -1.0, numbers_of("pvthreshd", pvthreshd, heads))
+    return _recipe(heads, "topk", numbers, False, precision)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @lru_cache(maxsize=1024)
 def _recipe(
-    heads: int,
-    name: str,
-    amount: Numbers,
-    similarity: Numbers,
-    pv: Numbers,
-    sink: bool,
-    precision: str,
+    heads: int, name: str, numbers: tuple[Numbers, ...], sink: bool, precision: str
 ) -> Recipe:
-    """Outside any graph, which can read a recipe but not make one; and the same one each time."""
-    per_head = any(isinstance(x, tuple) for x in (amount, similarity, pv))
+    """numbers: of `name`, simthreshd1 and pvthreshd. Outside any graph, which can read a recipe but
+    not make one; and the same one each time."""
+    per_head = any(isinstance(x, tuple) for x in numbers)
     n = heads if per_head else 1
-    amounts, similarities, pvs = (
-        x if isinstance(x, tuple) else (x,) * n for x in (amount, similarity, pv)
-    )
+    amounts, similarities, pvs = (x if isinstance(x, tuple) else (x,) * n for x in numbers)
     for number in amounts:
         if not 0.0 < number <= 1.0:
             raise ValueError(
@@ -166,10 +154,10 @@ READ = tuple(name for name in FIELDS if name != "simthreshd2")
 Values = dict[str, Tensor]
 
 
-def read_values(path: str | os.PathLike[str]) -> Values:
-    """The tensors of a file that `torch.save` wrote; anything but tensors is refused unread."""
+def _load(path: str | os.PathLike[str]) -> Any:
+    """What is in a file that `torch.save` wrote; anything but tensors is refused unread."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except pickle.UnpicklingError as error:
@@ -182,11 +170,13 @@ def read_values(path: str | os.PathLike[str]) -> Values:
         raise ValueError(
             f"{path} is damaged or was not written by torch.save: {_first_line(error)}"
         ) from error
-    check_saved(saved, str(path))
-    return dict(saved)
 
 
-def check_saved(saved: Any, where: str = "saved") -> None:
+def read_saved(saved: Any) -> Values:
+    """Saved values, from a dict or from the path of its file; all are tensors with names."""
+    where = "saved"
+    if isinstance(saved, str | os.PathLike):
+        where, saved = str(saved), _load(saved)
     if not isinstance(saved, Mapping):
         raise TypeError(
             f"{where} must hold a dict of module names and tensors, got {type(saved).__name__}; "
@@ -198,6 +188,7 @@ def check_saved(saved: Any, where: str = "saved") -> None:
                 f"{where} must map names to tensors, got {name!r}: {type(value).__name__}; keep "
                 "only what extract_sparse_attention_state_dict gave"
             )
+    return dict(saved)
 
 
 def check_values(values: Mapping[str, Tensor], where: str) -> Values:

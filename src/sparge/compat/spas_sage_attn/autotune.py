@@ -22,10 +22,9 @@ from ._recipes import (
     READ,
     Values,
     check_flag,
-    check_saved,
     check_values,
     precision_of,
-    read_values,
+    read_saved,
     recipe_of_values,
     refuse,
     safest,
@@ -215,14 +214,11 @@ def load_sparse_attention_state_dict(
     the values stay on the CPU.
     """
     check_flag("multigpu", multigpu)
-    if isinstance(saved, str | os.PathLike):
-        saved = read_values(saved)
-    check_saved(saved)
-    modules = _modules(model)
+    tensors, modules = read_saved(saved), _modules(model)
     expected = {_join(name, field): (name, field) for name in modules for field in FIELDS}
-    unknown = [key for key in saved if key not in expected]
+    unknown = [key for key in tensors if key not in expected]
     given: dict[str, Values] = {}
-    for key, value in saved.items():
+    for key, value in tensors.items():
         if key in expected:
             name, field = expected[key]
             given.setdefault(name, {})[field] = value

@@ -1,18 +1,8 @@
 """The five attention functions of the original, computed by `sparge.attention`.
 
-Where the meaning differs from the original's, ours is that of docs/meaning.md:
-- is_causal is exact for every token and aligned top-left, as SDPA's; the diagonal always runs;
-- cdfthreshd keeps the block that crosses it (the original drops it); topk counts only the blocks
-  a row may attend, rounded up (the original counts the future too: its causal 0.5 was 0.75);
-- simthreshd1: a block as similar as the threshold counts as similar; a short last block is judged
-  by its own rows; prediction uses `scale`;
-- pvthreshd in powers of two, as there; groups of 16 rows decide, so more is skipped;
-- blocks are 128 queries x 64 keys on every chip (the original: 64 x 128 on sm90);
-- the sparsity returned counts skipped QK and PV products over the blocks that may be attended;
-- the output has the input's dtype. Also new: any device, lengths from 1, head dims up to 256,
-  fewer key heads than query heads, rows without a block (zeros).
-`auto` chooses as in `sparge.attention`: dense attention runs, with sparsity 0, where it is faster;
-the environment's SPARGE_BACKEND names a backend to obey. A block mask runs exactly its blocks.
+docs/compat.md has what differs from the original; the meaning is that of docs/meaning.md. `auto`
+chooses as in `sparge.attention`: dense attention runs, with sparsity 0, where it is faster. A block
+mask runs exactly its blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +18,6 @@ from ...values.call import BLOCK_K, BLOCK_Q, n_blocks
 from ...values.recipe import Recipe
 from ._recipes import Threshold, check_flag, precision_of, pv_recipe, recipe_of, refuse
 
-LAYOUTS = ("HND", "NHD")
 Result = Tensor | tuple[Tensor, float]
 
 
@@ -173,7 +162,7 @@ def heads_first(
     q: Tensor, k: Tensor, v: Tensor, tensor_layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Views `[B, H, L, D]` of tensors in either layout."""
-    if tensor_layout not in LAYOUTS:
+    if tensor_layout not in ("HND", "NHD"):
         raise ValueError(
             f"tensor_layout must be 'HND' [B, H, L, D] or 'NHD' [B, L, H, D], got {tensor_layout!r}"
         )
