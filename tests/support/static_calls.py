@@ -6,11 +6,12 @@ Launches of every variant on every architecture, and how often new lengths compi
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch
 
 from sparge_tools.static.chain import CALLS, chain_of
-from sparge_tools.static.recompile import compilations
+from sparge_tools.static.compile import specialize
 from sparge_tools.static.targets import TARGETS
 from sparge_tools.static.variants import full_variants, launches_of
 
@@ -30,6 +31,20 @@ def launches():
     return found
 
 
+def compilations(variant, target):
+    """Distinct compilations of each kernel in calls of these lengths, all stages.
+
+    Triton compiles once for each key: the kernel's source, its constants, the types of its
+    arguments and what is known of them (1, divisible by 16)."""
+    keys = {}
+    for length in LENGTHS:
+        for launches in launches_of(replace(variant, L=length), target).values():
+            for launch in launches:
+                key = specialize(launch, TARGETS[target]).key
+                keys.setdefault(launch.name, set()).add(key)
+    return {name: len(found) for name, found in keys.items()}
+
+
 def reads_are_refused():
     """That this shows anything: a meta tensor has no numbers to read."""
     refused = []
@@ -43,7 +58,7 @@ def reads_are_refused():
 
 if __name__ == "__main__":
     by_variant = {
-        f"{variant.name} on {target}": compilations(variant, LENGTHS, target)
+        f"{variant.name} on {target}": compilations(variant, target)
         for target in ("sm_90", "gfx942")
         for variant in full_variants()
         if target in variant.targets and not variant.mask  # its strides are lengths
