@@ -28,7 +28,8 @@ def on_a_small_card() -> fuzz.Found:
     variant = next(x for x in fuzz.draws(40, seed=0) if x.D == 128)
     small = replace(TARGETS["sm_80"], shared=4096)
     with mock.patch.dict(TARGETS, {"sm_80": small}):
-        return fuzz.compile_draw((variant, "sm_80"))
+        tasks = [(variant, "sm_80")]
+        return fuzz.judge_draws(tasks, fuzz.compile_draw(tasks[0]))
 
 
 if __name__ == "__main__":

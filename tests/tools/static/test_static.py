@@ -193,7 +193,7 @@ def test_tiles_are_told_by_matrix_instructions():
     def tiles(opcode, n, warps=8):
         made = [assembly.Instruction(opcode)] * n
         product = ir.Product("int8", 128, 64, 128)
-        return compile.tiles_of(assembly.Body(0, tuple(made)), (product,), warps)
+        return compile.tiles_of(assembly.Code(tuple(made)), (product,), warps)
 
     assert tiles("IMMA.16832.S8.S8", 32) == 1
     assert tiles("IMMA.16832.S8.S8", 64) == 2  # unrolled
@@ -206,7 +206,7 @@ def test_tiles_are_told_by_matrix_instructions():
 def test_tiles_where_two_products_use_one_opcode_or_one_is_done_twice():
     def tiles(products, warps, **count):
         made = [assembly.Instruction(opcode) for opcode, n in count.items() for _ in range(n)]
-        return compile.tiles_of(assembly.Body(0, tuple(made)), products, warps)
+        return compile.tiles_of(assembly.Code(tuple(made)), products, warps)
 
     half = (ir.Product("half", 128, 64, 128), ir.Product("half", 128, 128, 64))
     assert tiles(half, 8, UTCHMMA=12) == 1

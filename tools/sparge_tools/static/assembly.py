@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -43,7 +43,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Code:
-    """The instructions of a kernel, and where each label stands among them."""
+    """The instructions of a kernel or loop, by address, and where each label stands among them."""
 
     instructions: tuple[Instruction, ...]
     labels: dict[str, int] = field(default_factory=dict)
@@ -54,14 +54,7 @@ class Code:
 
 def read_sass(text: str) -> Code:
     """The code of the first kernel in a listing of `nvdisasm -c`."""
-    made: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for line in text.splitlines():
-        if label := _SASS_LABEL.match(line):
-            labels[label[1]] = len(made)
-        elif found := _SASS.match(line):
-            made.append(_sass_instruction(found[1], found[2], found[3]))
-    return Code(tuple(made), labels)
+    return _read(text.splitlines(), _SASS_LABEL, _SASS, _sass_instruction)
 
 
 def _sass_instruction(guard: str | None, opcode: str, operands: str) -> Instruction:
@@ -77,16 +70,8 @@ def _sass_instruction(guard: str | None, opcode: str, operands: str) -> Instruct
 
 def read_amdgcn(text: str) -> Code:
     """The code of the first kernel of an assembly file, without its metadata."""
-    made: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for line in text.splitlines():
-        if line.lstrip().startswith((".section\t.rodata", ".amdhsa_kernel")):
-            break
-        if label := _GCN_LABEL.match(line):
-            labels[label[1]] = len(made)
-        elif found := _GCN.match(line):
-            made.append(_gcn_instruction(found[1], found[2]))
-    return Code(tuple(made), labels)
+    code = re.split(r"^\s*(?:\.section\t\.rodata|\.amdhsa_kernel)", text, maxsplit=1, flags=re.M)[0]
+    return _read(code.splitlines(), _GCN_LABEL, _GCN, _gcn_instruction)
 
 
 def _gcn_instruction(opcode: str, operands: str) -> Instruction:
@@ -95,34 +80,35 @@ def _gcn_instruction(opcode: str, operands: str) -> Instruction:
     return Instruction(opcode, target[1] if target else None, ends)
 
 
-@dataclass(frozen=True)
-class Body:
-    """The instructions of one loop, in the order of their addresses; start: its first address."""
+def _read(
+    lines: Iterable[str],
+    label: re.Pattern[str],
+    instruction: re.Pattern[str],
+    make: Callable[..., Instruction],
+) -> Code:
+    made: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in lines:
+        if named := label.match(line):
+            labels[named[1]] = len(made)
+        elif found := instruction.match(line):
+            made.append(make(*found.groups()))
+    return Code(tuple(made), labels)
 
-    start: int
-    instructions: tuple[Instruction, ...]
 
-    def count(self, wanted: Callable[[Instruction], bool] = lambda _: True) -> Counter[str]:
-        return Counter(x.opcode for x in self.instructions if wanted(x))
-
-
-def innermost_loops(code: Code, holds: Callable[[Instruction], bool]) -> list[Body]:
+def innermost_loops(code: Code, holds: Callable[[Instruction], bool]) -> list[Code]:
     """The loops that hold such instructions and contain no other loop that does, in order."""
-    blocks = _blocks(code)
+    blocks = [code.instructions[start:stop] for start, stop in _blocks(code)]
     loops = [
         body
-        for body in _natural_loops(_successors(code, blocks))
-        if any(holds(x) for b in body for x in code.instructions[slice(*blocks[b])])
+        for body in _natural_loops(_successors(code, _blocks(code)))
+        if any(holds(x) for block in body for x in blocks[block])
     ]
     inner = [body for body in loops if not any(other < body for other in loops)]
-    bodies = [
-        Body(
-            blocks[min(body)][0],
-            tuple(x for b in sorted(body) for x in code.instructions[slice(*blocks[b])]),
-        )
-        for body in inner
+    return [
+        Code(tuple(x for block in sorted(body) for x in blocks[block]))
+        for body in sorted(inner, key=min)
     ]
-    return sorted(bodies, key=lambda body: body.start)
 
 
 def _blocks(code: Code) -> list[tuple[int, int]]:
@@ -147,52 +133,32 @@ def _successors(code: Code, blocks: Sequence[tuple[int, int]]) -> list[list[int]
 
 
 def _natural_loops(successors: list[list[int]]) -> list[frozenset[int]]:
-    """The blocks of each loop; edges back to one header make one loop."""
-    dominators = _dominators(successors)
-    before = _predecessors(successors)
-    bodies: dict[int, set[int]] = {}
-    for block, after in enumerate(successors):
-        for head in after:
-            if head in dominators[block]:
-                body = bodies.setdefault(head, {head})
-                waiting = [block]
-                while waiting:
-                    one = waiting.pop()
-                    if one not in body:
-                        body.add(one)
-                        waiting += before[one]
-    return [frozenset(bodies[head]) for head in sorted(bodies)]
-
-
-def _predecessors(successors: list[list[int]]) -> list[list[int]]:
+    """The blocks of each loop: edges back to a block that is on every way to their start. Those
+    back to one block make one loop."""
     before: list[list[int]] = [[] for _ in successors]
     for block, after in enumerate(successors):
         for one in after:
             before[one].append(block)
-    return before
+    reachable = _reached(successors, [0])
+    loops = []
+    for head in sorted(reachable):
+        dominated = reachable - _reached(successors, [0], without=head)
+        if back := [block for block in before[head] if block in dominated]:
+            loops.append(frozenset({head} | _reached(before, back, without=head)))
+    return loops
 
 
-def _dominators(successors: list[list[int]]) -> list[frozenset[int]]:
-    """For each reachable block, the blocks on every way to it; none for the others."""
-    before = _predecessors(successors)
-    order, seen, waiting = [], {0}, [0]
+def _reached(
+    edges: list[list[int]], starts: Iterable[int], *, without: int | None = None
+) -> set[int]:
+    """Blocks to which a way leads from the starts that does not pass `without`."""
+    found: set[int] = set()
+    waiting = list(starts)
     while waiting:
         block = waiting.pop()
-        order.append(block)
-        new = [one for one in successors[block] if one not in seen]
-        seen.update(new)
-        waiting += new
-    everything = frozenset(order)
-    found = [everything if block in seen else frozenset() for block in range(len(successors))]
-    found[0] = frozenset({0})
-    changed = True
-    while changed:
-        changed = False
-        for block in order[1:]:
-            ways = [found[one] for one in before[block] if one in seen]
-            new_set = frozenset.intersection(*ways) | {block}
-            if new_set != found[block]:
-                found[block], changed = new_set, True
+        if block not in found and block != without:
+            found.add(block)
+            waiting += edges[block]
     return found
 
 

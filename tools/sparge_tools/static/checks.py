@@ -56,10 +56,6 @@ def check(compiled: Compiled, intent: Intent, recorded: Mapping[str, int] | None
     return [*(rule(compiled, intent) for rule in RULES), no_growth(compiled, recorded)]
 
 
-def does_not_compile(why: str) -> list[Verdict]:
-    return [Verdict("compiles", False, why)]
-
-
 def compiles(compiled: Compiled, intent: Intent) -> Verdict:
     return Verdict("compiles", True, f"{compiled.instructions} instructions")
 

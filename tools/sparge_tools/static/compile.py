@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from sparge.backends.triton.launch import Launch
 from sparge.support.errors import Unsupported
 
-from .assembly import Body, Code, innermost_loops, macs, read_amdgcn, read_sass
+from .assembly import Code, innermost_loops, macs, read_amdgcn, read_sass
 from .ir import Buffer, Product, buffers_of_loops, products_of_loops
 from .ratchet import FITS_TORCH
 from .resources import amd_resources, disassemble, nvidia_resources, spilled_bytes
@@ -188,7 +188,7 @@ def loops_of(code: Code, ttir: str, ttgir: str, warps: int) -> tuple[Loop, ...]:
     )
 
 
-def _fmas(body: Body) -> int:
+def _fmas(body: Code) -> int:
     return sum(body.count(lambda x: bool(FMA.match(x.opcode))).values())
 
 
@@ -200,7 +200,7 @@ def _in_step(found: list[Any], n: int) -> list[Any]:
     return [found[0] if found and len(set(found)) == 1 else ()] * n
 
 
-def tiles_of(body: Body, products: Iterable[Product], warps: int) -> float | None:
+def tiles_of(body: Code, products: Iterable[Product], warps: int) -> float | None:
     """How often one iteration does the products of a tile: the least over their kinds, because a
     layout may compute one of them twice."""
     meant: dict[str, list[Product]] = {}
@@ -210,7 +210,7 @@ def tiles_of(body: Body, products: Iterable[Product], warps: int) -> float | Non
     return min(ratios) if ratios and min(ratios) > 0 else None
 
 
-def _times_done(body: Body, kind: str, meant: list[Product], warps: int) -> float:
+def _times_done(body: Code, kind: str, meant: list[Product], warps: int) -> float:
     count = body.count(lambda x: x.is_matrix and kind_of(x.opcode) == kind)
     shapes = {opcode: macs(opcode) for opcode in count}
     if None in shapes.values():  # tcgen05: up to 128 rows, all columns, 32 bytes of k

@@ -11,7 +11,7 @@ again.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,11 @@ from sparge.values.recipe import (
 )
 
 from .checks import Intent, fits_shared
-from .compile import Compiled, build, read, specialize
-from .resources import nvidia_stack
-from .suite import CRASHED, Task, each_in_workers, reason_of
+from .compile import Compiled, build, read
+from .resources import nvidia_usage
+from .suite import Made, Task, compile_all, compile_task
 from .targets import TARGETS, Target
-from .variants import FP8, STAGES, Variant, launches_of
+from .variants import FP8, STAGES, Variant
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 128, 160, 192, 256)
@@ -183,8 +183,7 @@ def compile_and_weigh(launch: Launch, target: Target) -> Compiled:
     """As `compile_launch`; machine code is read only where registers may be spilled, which takes as
     long as compiling."""
     made = build(launch, target)
-    stack = nvidia_stack(made.asm["cubin"]) if target.is_nvidia else 1
-    if stack:
+    if not target.is_nvidia or nvidia_usage(made.asm["cubin"])[1]:
         return read(made, launch.name, target)
     warps, stages, shared = (
         getattr(made.metadata, name) for name in ("num_warps", "num_stages", "shared")
@@ -199,50 +198,34 @@ _seen: dict[str, set[str]] = {}
 """Kernels that this worker has compiled, by target."""
 
 
-def compile_draw(task: Task) -> Found:
+def compile_draw(task: Task) -> list[Made]:
     """The kernels of one draw for one target that this worker has not compiled yet; never raises,
     but a compiler may take the process along."""
-    variant, target = task
-    seen = _seen.setdefault(target, set())
+    return compile_task(task, seen=_seen.setdefault(task[1], set()), compile=compile_and_weigh)
+
+
+def compile_draws(tasks: Sequence[Task], *, step: Callable[[str], None] = lambda _: None) -> Found:
+    """All of them, each for its target. A draw whose compiler crashed is a fault."""
+    return judge_draws(tasks, compile_all(tasks, step=step, work=compile_draw))
+
+
+def judge_draws(tasks: Iterable[Task], made: Iterable[Made]) -> Found:
+    """What is wrong with the kernels of some draws."""
+    variants = {variant.name: variant for variant, _ in tasks}
     faults: list[Fault] = []
     spills: list[Spill] = []
-    n = 0
-    try:
-        by_stage = launches_of(variant, target)
-    except Exception as error:
-        return Found(0, (Fault(variant.name, "launching", target, reason_of(error)),), ())
-    for launch in (one for each in by_stage.values() for one in each):
-        try:
-            key = specialize(launch, TARGETS[target]).key
-            if key in seen:
-                continue
-            seen.add(key)
-            n += 1
-            made = compile_and_weigh(launch, TARGETS[target])
-        except Exception as error:
-            faults.append(Fault(variant.name, launch.name, target, reason_of(error)))
+    kernels = 0
+    for each in made:
+        draw, target, compiled = each.variant, each.target, each.compiled
+        kernels += each.kernel not in ("launching", "compiler")
+        if compiled is None:
+            faults.append(Fault(draw, each.kernel, target, each.error))
             continue
-        shared = fits_shared(made, Intent())
+        shared = fits_shared(compiled, Intent())
         if not shared.ok:
-            faults.append(Fault(variant.name, made.kernel, target, shared.reason))
-        if made.spills:
-            in_loop = made.loops[0].spills if made.loops else 0
-            precision, D = variant.recipe.precision, variant.D
-            spills.append(
-                Spill(variant.name, made.kernel, target, precision, D, made.spills, in_loop)
-            )
-    return Found(n, tuple(faults), tuple(spills))
-
-
-def compile_draws(each: Sequence[Task], *, step: Callable[[str], None] = lambda _: None) -> Found:
-    """All of them, each for its target. A draw whose compiler crashed is a fault."""
-
-    def crashed(task: Task) -> Found:
-        return Found(0, (Fault(task[0].name, "compiler", task[1], CRASHED),), ())
-
-    found = each_in_workers(each, compile_draw, crashed, step)
-    return Found(
-        sum(one.kernels for one in found),
-        tuple(fault for one in found for fault in one.faults),
-        tuple(spill for one in found for spill in one.spills),
-    )
+            faults.append(Fault(draw, compiled.kernel, target, shared.reason))
+        if compiled.spills:
+            of = variants[draw].recipe.precision, variants[draw].D
+            in_loop = compiled.loops[0].spills if compiled.loops else 0
+            spills.append(Spill(draw, compiled.kernel, target, *of, compiled.spills, in_loop))
+    return Found(kernels, tuple(faults), tuple(spills))

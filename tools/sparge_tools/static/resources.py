@@ -7,16 +7,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from .assembly import Body, Code
+from .assembly import Code
 
 
-def nvidia_stack(cubin: bytes) -> int:
-    """Bytes of stack of a thread: without any, nothing is spilled."""
-    return _usage(cubin)[1]
-
-
-def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread."""
+def nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread. Without a stack, nothing is spilled."""
     text = _run_tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
@@ -25,7 +20,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def nvidia_resources(cubin: bytes, code: Code) -> dict[str, int]:
-    registers, stack = _usage(cubin)
+    registers, stack = nvidia_usage(cubin)
     return {
         "registers": registers,
         "stack": stack,
@@ -34,7 +29,7 @@ def nvidia_resources(cubin: bytes, code: Code) -> dict[str, int]:
     }
 
 
-def spilled_bytes(code: Code | Body) -> int:
+def spilled_bytes(code: Code) -> int:
     """Bytes of all instructions that store to or load from local memory, as ptxas counts them; of
     AMD, from scratch memory.
 

@@ -39,17 +39,10 @@ def estimate(compiled: Compiled, loop: Loop) -> Estimate | None:
     issue = loop.instructions * rounds
     mufu = sum(n for name, n in loop.mix.items() if name == "MUFU") * rounds * MUFU_CLOCKS
     clocks = {"issue": issue, "mufu": mufu}
-    tensor = tensor_clocks(loop, target)
-    if tensor is not None:
-        clocks["tensor"] = tensor
+    if loop.products and all(x.kind in target.macs for x in loop.products):
+        clocks["tensor"] = sum(x.macs / target.macs[x.kind] for x in loop.products)
     bound = max(clocks, key=lambda name: clocks[name])
-    return Estimate(issue, mufu, tensor, bound, *occupancy(compiled, target))
-
-
-def tensor_clocks(loop: Loop, target: Target) -> float | None:
-    if not loop.products or any(x.kind not in target.macs for x in loop.products):
-        return None
-    return sum(x.macs / target.macs[x.kind] for x in loop.products)
+    return Estimate(issue, mufu, clocks.get("tensor"), bound, *occupancy(compiled, target))
 
 
 def occupancy(compiled: Compiled, target: Target) -> tuple[int, str]:

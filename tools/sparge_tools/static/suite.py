@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import IO, TypeVar
+from typing import IO
 
-from .checks import Intent, Verdict, check, does_not_compile, ratchet_numbers
+from sparge.backends.triton.launch import Launch
+
+from .checks import Intent, Verdict, check, ratchet_numbers
 from .compile import Compiled, compile_launch, specialize
 from .ratchet import Entry
-from .targets import TARGETS
+from .targets import TARGETS, Target
 from .variants import Variant, intent_of, launches_of
 
 WORKERS = 2
 Task = tuple[Variant, str]
-CRASHED = "the compiler crashed"
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def failures(results: Iterable[Result]) -> list[str]:
 
 def judge(made: Made, ratchet: Mapping[str, Entry]) -> Result:
     if made.compiled is None:
-        return Result(made, tuple(does_not_compile(made.error)))
+        return Result(made, (Verdict("compiles", False, made.error),))
     entry = ratchet.get(made.name)
     recorded = None if entry is None else entry.numbers
     return Result(made, tuple(check(made.compiled, made.intent, recorded)))
@@ -76,15 +76,22 @@ def recorded_by(made: Iterable[Made]) -> dict[str, dict[str, int]]:
     return {x.name: ratchet_numbers(x.compiled) for x in made if x.compiled is not None}
 
 
-def compile_task(task: Task) -> list[Made]:
-    """Every distinct kernel of a variant's stages for one target; never raises."""
+def compile_task(
+    task: Task,
+    *,
+    seen: set[str] | None = None,
+    compile: Callable[[Launch, Target], Compiled] = compile_launch,
+) -> list[Made]:
+    """Every distinct kernel of a variant's stages for one target; never raises.
+
+    seen: keys of kernels that are left out; those that are compiled are added."""
     variant, target = task
     try:
         by_stage = launches_of(variant, target)
     except Exception as error:
         return [failed(task, "launching", reason_of(error))]
     made: list[Made] = []
-    seen: set[str] = set()
+    seen = set() if seen is None else seen
     names: Counter[str] = Counter()
     for stage in variant.stages:
         for launch in by_stage.get(stage, ()):
@@ -94,7 +101,7 @@ def compile_task(task: Task) -> list[Made]:
                 if key in seen:
                     continue
                 seen.add(key)
-                compiled = compile_launch(launch, TARGETS[target])
+                compiled = compile(launch, TARGETS[target])
             except Exception as error:
                 made.append(failed(task, launch.name, reason_of(error)))
             else:
@@ -127,41 +134,27 @@ def tasks_of(variants: Iterable[Variant], targets: Iterable[str]) -> list[Task]:
 
 
 def compile_all(
-    tasks: list[Task],
+    tasks: Sequence[Task],
     *,
     step: Callable[[str], None] = lambda _: None,
     work: Callable[[Task], list[Made]] = compile_task,
 ) -> list[Made]:
     """In the order of the tasks. A compiler that takes its process along is a failure like any."""
-
-    def crashed(task: Task) -> list[Made]:
-        return [failed(task, "compiler", CRASHED)]
-
-    return [made for each in each_in_workers(tasks, work, crashed, step) for made in each]
-
-
-def each_in_workers(
-    tasks: Sequence[Task],
-    work: Callable[[Task], R],
-    crashed: Callable[[Task], R],
-    step: Callable[[str], None],
-) -> list[R]:
-    """What `work` makes of each task, in their order; of one that takes its process along, what
-    `crashed` makes of it."""
-    found: dict[int, R] = {}
+    found: dict[int, list[Made]] = {}
     for i, made in _in_pool(dict(enumerate(tasks)), WORKERS, work):
         found[i] = made
         step(f"{tasks[i][0].name} on {tasks[i][1]}")
     for i, task in enumerate(tasks):
         if i not in found:  # its worker died, or another's did: alone, it is known whose
-            found[i] = dict(_in_pool({i: task}, 1, work)).get(i) or crashed(task)
+            alone = dict(_in_pool({i: task}, 1, work))
+            found[i] = alone.get(i, [failed(task, "compiler", "the compiler crashed")])
             step(f"{task[0].name} on {task[1]}")
-    return [found[i] for i in range(len(tasks))]
+    return [made for i in range(len(tasks)) for made in found[i]]
 
 
 def _in_pool(
-    tasks: Mapping[int, Task], workers: int, work: Callable[[Task], R]
-) -> Iterator[tuple[int, R]]:
+    tasks: Mapping[int, Task], workers: int, work: Callable[[Task], list[Made]]
+) -> Iterator[tuple[int, list[Made]]]:
     """What was done before a worker died, if one did."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_hush) as pool:

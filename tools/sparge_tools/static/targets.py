@@ -68,84 +68,47 @@ _GEFORCE = {"int8": 1024, "half": 256, "fp8": 512}  # professional cards: twice 
 
 
 def _nvidia(
-    arch: int,
-    shared: int,
-    warps: int,
-    programs: int,
-    macs: dict[str, int],
-    rates: str,
-    matrix: str = MMA,
-    int8_from: Version = (0, 0),
-    since: Version = (0, 0),
+    arch: int, shared: int, warps: int, programs: int, macs: dict[str, int], rates: str, **more: Any
 ) -> Target:
-    return Target(
-        name=f"sm_{arch}",
-        backend="cuda",
-        arch=arch,
-        warp_size=32,
-        shared=(shared - 1) * KB,
-        warps=warps,
-        programs=programs,
-        shared_all=shared * KB,
-        registers=65536,
-        macs=macs,
-        source=_GUIDE + rates,
-        matrix=matrix,
-        int8_from=int8_from,
-        since=since,
-    )
+    """shared: KB of a multiprocessor, of which one program may have all but one."""
+    name, source = f"sm_{arch}", _GUIDE + rates
+    limits: Any = {"warps": warps, "programs": programs, "registers": 65536}
+    limits |= {"shared": (shared - 1) * KB, "shared_all": shared * KB}
+    return Target(name, "cuda", arch, 32, macs=macs, source=source, **limits, **more)
 
 
-_AMD_CU = {"backend": "hip", "shared": 64 * KB, "shared_all": 64 * KB}
+def _amd(
+    arch: str, warp_size: int, registers: int, macs: dict[str, int], source: str, matrix: str
+) -> Target:
+    """registers: of a lane, all its waves together."""
+    limits: Any = {"warps": 32, "programs": 32, "registers": registers * warp_size}
+    limits |= {"shared": 64 * KB, "shared_all": 64 * KB}
+    return Target(arch, "hip", arch, warp_size, macs=macs, source=source, matrix=matrix, **limits)
 
+
+_HOPPER: Any = {"matrix": WARP_GROUP_MMA}
+_BLACKWELL: Any = {"matrix": TENSOR_MEMORY_MMA, "int8_from": (3, 8)}
+# Triton gives these the instructions of sm_80 for int8; the vendor's int8 rate is low.
+_NO_INT8: Any = {"matrix": TENSOR_MEMORY_MMA, "int8_from": NEVER, "since": (3, 7)}
+_H100 = {"int8": 4096, "half": 2048, "fp8": 4096}
+_B200 = {"int8": 8192, "half": 4096, "fp8": 8192}
+_B300 = {"int8": 256, "half": 4096, "fp8": 8192}
+_CDNA = {"int8": 2048, "half": 1024, "fp8": 2048}
+_RDNA = {"int8": 256, "half": 256}
+_NONE = "none published for Jetson Thor"
 TARGETS = {
     target.name: target
     for target in (
         _nvidia(80, 164, 64, 32, {"int8": 2048, "half": 1024}, "A100 whitepaper"),
         _nvidia(86, 100, 48, 16, {"int8": 1024, "half": 256}, "GA102 whitepaper, GeForce"),
         _nvidia(89, 100, 48, 24, _GEFORCE, "Ada whitepaper, GeForce"),
-        _nvidia(
-            *(90, 228, 64, 32, {"int8": 4096, "half": 2048, "fp8": 4096}),
-            *("H100 whitepaper", WARP_GROUP_MMA),
-        ),
-        _nvidia(
-            *(100, 228, 64, 32, {"int8": 8192, "half": 4096, "fp8": 8192}),
-            *("B200 data sheet", TENSOR_MEMORY_MMA, (3, 8)),
-        ),
-        # Triton gives them the instructions of sm_80 for int8; the vendor's int8 rate is low.
-        _nvidia(
-            *(103, 228, 64, 32, {"int8": 256, "half": 4096, "fp8": 8192}),
-            *("B300 data sheet", TENSOR_MEMORY_MMA, NEVER, (3, 7)),
-        ),
-        _nvidia(
-            *(110, 228, 48, 24, {}, "none published for Jetson Thor"),
-            *(TENSOR_MEMORY_MMA, NEVER, (3, 7)),
-        ),
+        _nvidia(90, 228, 64, 32, _H100, "H100 whitepaper", **_HOPPER),
+        _nvidia(100, 228, 64, 32, _B200, "B200 data sheet", **_BLACKWELL),
+        _nvidia(103, 228, 64, 32, _B300, "B300 data sheet", **_NO_INT8),
+        _nvidia(110, 228, 48, 24, {}, _NONE, **_NO_INT8),
         _nvidia(120, 100, 48, 24, _GEFORCE, "RTX Blackwell whitepaper, GeForce"),
-        Target(
-            **_AMD_CU,  # type: ignore[arg-type]
-            name="gfx942",
-            arch="gfx942",
-            warp_size=64,
-            warps=32,
-            programs=32,
-            registers=4 * 512 * 64,
-            macs={"int8": 2048, "half": 1024, "fp8": 2048},
-            source="CDNA 3 instruction set and white paper",
-            matrix="v_mfma",
-        ),
-        Target(
-            **_AMD_CU,  # type: ignore[arg-type]
-            name="gfx1100",
-            arch="gfx1100",
-            warp_size=32,
-            warps=32,
-            programs=32,
-            registers=2 * 1536 * 32,
-            macs={"int8": 256, "half": 256},
-            source="RDNA 3 instruction set and white paper",
-            matrix="v_wmma",
-        ),
+        _amd("gfx942", 64, 4 * 512, _CDNA, "CDNA 3 instruction set and white paper", "v_mfma"),
+        _amd("gfx1100", 32, 2 * 1536, _RDNA, "RDNA 3 instruction set and white paper", "v_wmma"),
     )
 }
 NVIDIA = tuple(name for name, target in TARGETS.items() if target.is_nvidia)

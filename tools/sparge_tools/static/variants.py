@@ -83,18 +83,9 @@ class Variant:
         )
 
 
-@contextmanager
-def assumed(target: str) -> Iterator[None]:
-    """Launches as on this architecture."""
-    from sparge.backends.triton import architectures
-
-    with architectures.assume(target):
-        yield
-
-
 def launches_of(variant: Variant, target: str) -> dict[str, list[Launch]]:
     """The launches of one call by stage; nothing is run."""
-    from sparge.backends.triton import TRITON_BACKEND, stages
+    from sparge.backends.triton import TRITON_BACKEND, architectures, stages, varlen
     from sparge.engine.execute import with_kinds
     from sparge.values.stages import Prepared
 
@@ -103,42 +94,29 @@ def launches_of(variant: Variant, target: str) -> dict[str, list[Launch]]:
     tokens = TokenMask(call.Lq, call.Lk, call.is_causal, call.offset, inputs.attn_mask)
     made: dict[str, list[Launch]] = {}
 
-    def run(stage: str, *args: Any, **more: Any) -> Any:
-        with watch_launches(run=False) as launches:
-            done = getattr(stages, stage)(call, *args, **more)
-        made.setdefault(stage.partition("_")[0], []).extend(launches)
-        return done
-
-    with assumed(target), torch.no_grad():
-        if variant.packed:
-            return _launches_of_pack(call, inputs)
-        whole = {"to_plan": True, "to_attend": True}
-        with watch_launches(run=False) as launches:
-            tokens = with_kinds(TRITON_BACKEND, tokens)
-        made["prepare"] = list(launches)
-        keys = run("prepare_keys", inputs.key, inputs.value, **whole)
-        queries = run("prepare_queries", inputs.query, mean=keys.mean, **whole)
-        prepared = Prepared(queries, keys)
-        mass = run("predict", prepared, tokens) if call.predicts else None
-        plan = run("select", prepared, mass, tokens)
-        run("attend", prepared, plan, tokens)
-    return made
-
-
-def _launches_of_pack(call: Call, inputs: Inputs) -> dict[str, list[Launch]]:
-    """Of two sequences of different lengths."""
-    from sparge.backends.triton import varlen
-
-    made: dict[str, list[Launch]] = {}
-
     @contextmanager
     def stage(name: str) -> Iterator[None]:
         with watch_launches(run=False) as launches:
             yield
         made[name] = list(launches)
 
-    cuts = [0, call.Lq // 3, call.Lq]
-    varlen.attend_packed(call, inputs, (cuts, cuts), "top_left", stage)
+    with architectures.assume(target), torch.no_grad():
+        if variant.packed:  # two sequences of different lengths
+            cuts = [0, call.Lq // 3, call.Lq]
+            varlen.attend_packed(call, inputs, (cuts, cuts), "top_left", stage)
+            return made
+        whole: Any = {"to_plan": True, "to_attend": True}
+        with stage("prepare"):
+            tokens = with_kinds(TRITON_BACKEND, tokens)
+            keys = stages.prepare_keys(call, inputs.key, inputs.value, **whole)
+            queries = stages.prepare_queries(call, inputs.query, mean=keys.mean, **whole)
+        prepared = Prepared(queries, keys)
+        with stage("predict"):
+            mass = stages.predict(call, prepared, tokens) if call.predicts else None
+        with stage("select"):
+            plan = stages.select(call, prepared, mass, tokens)
+        with stage("attend"):
+            stages.attend(call, prepared, plan, tokens)
     return made
 
 
@@ -181,6 +159,8 @@ def _attend(
 
 
 def default_variants() -> list[Variant]:
+    exact, budget = Recipe(precision="exact"), Recipe(KeepError(0.05), skipped="pool")
+    own = ("sm_89", "sm_90", "sm_100", "gfx942")
     return [
         Variant("default recipe", DEFAULT, stages=("prepare", "predict", "select")),
         _attend("int8", 128),
@@ -192,21 +172,9 @@ def default_variants() -> list[Variant]:
         _attend("half", 128, pool=False),
         _attend("int8", 256, pool=False),
         replace(_attend("exact", 64, pool=False), dtype=torch.float32),
-        Variant(
-            "exact",
-            Recipe(precision="exact"),
-            stages=("predict",),
-            dtype=torch.float32,
-            targets=("sm_89", "sm_90", "sm_100", "gfx942"),
-        ),
+        Variant("exact", exact, stages=("predict",), dtype=torch.float32, targets=own),
         # Kernels that the default recipe does not launch: one target of each kind.
-        Variant(
-            "error budget",
-            Recipe(KeepError(0.05), skipped="pool"),
-            64,
-            stages=("select",),
-            targets=SOME,
-        ),
+        Variant("error budget", budget, 64, stages=("select",), targets=SOME),
         Variant("head dim 80", DEFAULT, 80, stages=("prepare",), targets=SOME),
         Variant("mask", Recipe(), 64, stages=("predict",), mask=torch.bool, targets=SOME),
     ]
