@@ -11,3 +11,16 @@ vision_defaults  recipes and orders on the large layers of a real model
 auto_on_cards    where `auto` runs sparse attention, by GPU
 scale_model      bytes and seconds of one layer over many devices, by a model
 """
+
+from collections.abc import Callable, Sequence
+
+from sparge.cli import exit_code
+
+
+def study(run: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """The `main(argv=None)` of a study: an exit code, and mistakes on stderr. None: sys.argv."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return exit_code(lambda: run(argv))
+
+    return main

@@ -8,9 +8,7 @@ density below which the backend is predicted to be faster than dense attention.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,11 +16,13 @@ import torch
 
 from sparge import DEFAULT, VISION
 from sparge.backends.triton.rates import RATES, Card, roofline
-from sparge.cli import OK, Parser, exit_code
+from sparge.cli import OK, Parser
 from sparge.cli.arguments import add_json
 from sparge.cli.screen import deliver
 from sparge.routing.crossover import CLEARLY, Crossover, expected_density
 from sparge.values.call import Call
+
+from . import study
 
 CARDS = {
     "4090": Card("NVIDIA GeForce RTX 4090", "sm_89", 128, 2.52e9, 1008e9),
@@ -86,15 +86,12 @@ def pays_below(numbers: Crossover, call: Call) -> float:
     return min(max(limit, 0.0), 1.0)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_code(lambda: run(sys.argv[1:] if argv is None else argv))
-
-
-def run(argv: list[str]) -> int:
+@study
+def main(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="python -m sparge_tools.studies.auto_on_cards", description=__doc__)
     parser.add_argument("--triton", default="", help="version that compiles; the newest by default")
     add_json(parser)
-    args: argparse.Namespace = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     found = list(rows(args.triton))
     deliver({"rows": [asdict(row) for row in found]}, args, lambda: print(markdown(found)))
     return OK

@@ -41,7 +41,7 @@ from sparge import Unsupported
 from sparge.backends.triton import NAME
 from sparge.backends.triton.packages import triton_version
 from sparge.backends.triton.rates import card_of, roofline
-from sparge.cli import BAD_RESULT, OK, Parser, exit_code
+from sparge.cli import BAD_RESULT, OK, Parser
 from sparge.cli import main as sparge
 from sparge.cli.machine import devices, where_it_runs
 from sparge.cli.screen import to_json
@@ -50,6 +50,7 @@ from sparge.routing.crossover import Crossover
 from sparge.support.atomic_files import replace_file
 
 from ..commands.arguments import check_file
+from . import study
 from .gpu_estimates import Rig, replacements
 
 FORMAT = "sparge.gpu-check/2"
@@ -70,11 +71,8 @@ MOST_FAILURES = 50
 """Failed tests that are listed; one fault often fails hundreds."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_code(lambda: run(sys.argv[1:] if argv is None else list(argv)))
-
-
-def run(argv: list[str]) -> int:
+@study
+def main(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="python -m sparge_tools.studies.gpu_check", description=__doc__)
     parser.add_argument("--output", default=OUTPUT, metavar="FILE", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="a shorter benchmark")
@@ -131,18 +129,12 @@ def dry_check() -> dict[str, Any]:
 def rig_on(device: str, suite: dict[str, Any], bench: dict[str, Any]) -> Rig:
     index = torch.get_device_module(device).current_device()
     card = card_of(device, index)
-    estimated = roofline(card, triton_version() or "")
-    measured = current_router().crossover(NAME, device, index)
-    return Rig(
-        f"{device}:{index}",
-        card,
-        LENGTH,
-        HEADS,
-        measured if isinstance(measured, Crossover) and measured.measured else None,
-        None if isinstance(estimated, str) else Crossover(estimated),
-        suite,
-        bench["rows"],
-    )
+    guess = roofline(card, triton_version() or "")
+    found = current_router().crossover(NAME, device, index)
+    estimated = None if isinstance(guess, str) else Crossover(guess)
+    measured = found if isinstance(found, Crossover) and found.measured else None
+    known = measured, estimated, suite, bench["rows"]
+    return Rig(f"{device}:{index}", card, LENGTH, HEADS, *known)
 
 
 def document_of(

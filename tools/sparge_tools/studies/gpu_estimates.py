@@ -1,25 +1,8 @@
 """Every estimate about GPUs that the documentation prints, and how a card replaces it.
 
 `build/gpu-check.json` has one field for each under `replaces`, named `file#heading: name`, with
-what the page says, the unit, and what was measured on the card (None in a dry run):
-
-| name | unit of `measured` |
-|---|---|
-| dense, 16 bits | share of the peak, by head dim |
-| dense, fp32 | share of the rate of three TF32 products, by head dim |
-| ours | share of products and instructions one after the other, by precision |
-| launches | seconds of a call of 128 tokens, ours and dense attention's |
-| kept | densities of `sparge bench`, by contender |
-| sparse from | tokens from which 20 % of the blocks are faster than dense attention |
-| break-even | density above which dense attention is faster, by dtype and precision |
-| calibration | seconds of `sparge doctor --calibrate` |
-| first call | kernels and seconds to compile them, by recipe |
-| gradients | seconds of ours / dense attention's, forward and backward |
-| machine code | registers, spilled registers and bytes of shared memory, by head dim |
-| clocks | of one multiprocessor for one tile of the attention kernel |
-| call | launches; bytes and share of the memory's peak, by kernel |
-| spills | kernels that spill registers, by precision and head dim |
-| not run yet | the card, the tests that passed on it |
+what the page says, the unit, and what was measured on the card (None in a dry run). `ESTIMATES`
+lists them; each function below says what it measures.
 """
 
 from __future__ import annotations
@@ -47,7 +30,7 @@ from sparge.cli.doctor_command import crossover_rows
 from sparge.engine.check import check_call
 from sparge.routing.crossover import Crossover
 from sparge.support.turns import timer
-from sparge.values.backend import DENSE_WAY, HEAD_DIMS, UnitCosts, name_of
+from sparge.values.backend import DENSE_WAY, HEAD_DIMS, name_of
 from sparge.values.recipe import PRECISIONS
 
 ON_A_GPU = "docs/backends.md#on-a-gpu"
@@ -150,19 +133,14 @@ def replacements(rig: Rig) -> dict[str, dict[str, Any]]:
 # --- from the calibration -----------------------------------------------------------------------
 
 
-def _costs(rig: Rig, dtype: str, D: int, way: str) -> tuple[UnitCosts, UnitCosts] | None:
-    """Estimated and measured; None if one of them is not known."""
+def _share(rig: Rig, dtype: str, D: int, way: str, assumed: float) -> float | None:
+    """The share of the peak that explains the measured cost of a pair: the estimate divides by it.
+    None if the cost was not estimated or not measured."""
     if rig.measured is None or rig.estimated is None:
         return None
     name = name_of(dtype, D, way)
-    pair = rig.estimated.costs.get(name), rig.measured.costs.get(name)
-    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
-
-
-def _share(rig: Rig, dtype: str, D: int, way: str, assumed: float) -> float | None:
-    """The share of the peak that explains the cost of a pair: the estimate divides by it."""
-    pair = _costs(rig, dtype, D, way)
-    return None if pair is None else assumed * pair[0].element / pair[1].element
+    estimated, measured = rig.estimated.costs.get(name), rig.measured.costs.get(name)
+    return assumed * estimated.element / measured.element if estimated and measured else None
 
 
 def _rates(rig: Rig) -> Throughput:
@@ -173,25 +151,30 @@ def _rates(rig: Rig) -> Throughput:
 
 
 def dense_share(rig: Rig) -> Any:
+    """Share of the peak, by head dim."""
     assumed = _rates(rig).dense_share
     return {D: _share(rig, "bf16", D, DENSE_WAY, assumed) for D in HEAD_DIMS}
 
 
 def dense_share_fp32(rig: Rig) -> Any:
+    """Share of the rate of three TF32 products, by head dim."""
     return {D: _share(rig, "fp32", D, DENSE_WAY, DENSE_SHARE) for D in HEAD_DIMS}
 
 
 def our_share(rig: Rig) -> Any:
+    """Share of products and instructions one after the other, by precision."""
     assumed = _rates(rig).our_share
     return {way: _share(rig, "bf16", 128, way, assumed) for way in PRECISIONS}
 
 
 def break_even(rig: Rig) -> Any:
+    """The density above which dense attention is faster, by dtype and precision."""
     return None if rig.measured is None else crossover_rows(rig.measured)
 
 
 def sparse_from(rig: Rig) -> int | None:
-    """The fewest tokens; None also if dense attention is faster at all of `LENGTHS`."""
+    """The fewest tokens at which 20 % of the blocks are faster than dense attention; None also if
+    they are at none of `LENGTHS`."""
     if rig.measured is None:
         return None
     density = 0.2
@@ -213,6 +196,7 @@ def calibration(rig: Rig) -> float | None:
 
 
 def launches(rig: Rig) -> Any:
+    """Seconds of a call of 128 tokens."""
     q, k, v = rig.inputs(128, 128)
     return {
         "ours": rig.seconds(lambda: attention(q, k, v, backend=NAME)),
@@ -221,7 +205,7 @@ def launches(rig: Rig) -> Any:
 
 
 def first_call(rig: Rig) -> Any:
-    """In a process of its own, with an empty cache."""
+    """Kernels and seconds to compile them, in a process of its own with an empty cache."""
     options = ["--heads", str(rig.heads), "--head-dim", "128", "--device", rig.device, "--json"]
     found: dict[str, Any] = {}
     for name, more in (("default", ["--causal"]), ("vision", ["--recipe", "vision"])):
@@ -242,6 +226,7 @@ def first_call(rig: Rig) -> Any:
 
 
 def gradients(rig: Rig) -> float | None:
+    """Seconds of forward and backward, ours / dense attention's."""
     recipe = Recipe(KeepFraction(0.5), precision="half")
     q, k, v = (x.requires_grad_() for x in rig.inputs(rig.length, 64))
 

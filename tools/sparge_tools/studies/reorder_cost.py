@@ -8,16 +8,15 @@ The transformer is diffusers' Wan with random weights, at the sizes of its 1.3B 
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import sparge
-from sparge.cli import BAD_RESULT, OK, Parser, exit_code
+from sparge.cli import BAD_RESULT, OK, Parser
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
@@ -25,6 +24,7 @@ from sparge.models.tokens import Placed
 from sparge.support.turns import take_turns, timer
 
 from ..zoo import best_dtype
+from . import study
 
 WAN = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960}
 LAYERS, TEXT = 2, 512
@@ -32,15 +32,12 @@ MOST = 0.005
 ROUNDS = 5
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_code(lambda: run(sys.argv[1:] if argv is None else argv))
-
-
-def run(argv: list[str]) -> int:
+@study
+def main(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="python -m sparge_tools.studies.reorder_cost", description=__doc__)
     parser.add_argument("--tokens", type=whole, default=16384, help="default: %(default)s")
     add_json(parser)
-    args: argparse.Namespace = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     side = round((args.tokens / 16) ** 0.5)
     document = measure((16, side, side))
 

