@@ -107,14 +107,14 @@ class CompiledFlex:
 
     def compile(self, inputs: Inputs, block_mask: BlockMask) -> str | None:
         """Compile and run once; return None, or the reason of a failure."""
-        if self.fault is None:
-            try:
-                self.run = self.run or _compiled()
-                # In this process: a pool of compilers would stay and use the measured cores.
-                with torch._inductor.config.patch(compile_threads=1):
-                    self(inputs, block_mask)
-            except Exception as fault:  # whatever fails, the other rows are measured
-                self.fault = f"does not compile here: {_in_one_line(fault)}"
+
+        def work() -> None:
+            self.run = self.run or _compiled()
+            # In this process: a pool of compilers would stay and use the measured cores.
+            with torch._inductor.config.patch(compile_threads=1):
+                self(inputs, block_mask)
+
+        self.fault = self.fault or fault_of(work, "does not compile here")
         return self.fault
 
     @torch.no_grad()
@@ -132,21 +132,14 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _in_one_line(fault: Exception) -> str:
-    first_line = next(iter(str(fault).strip().splitlines()), "no reason given")
-    return f"{type(fault).__name__}: {first_line}"
-
-
-def flash_attention(
-    kind: str, inputs: Inputs, *, is_causal: bool
-) -> tuple[Callable[[], Tensor], str | None]:
-    """How FlashAttention is called, and why it does not run here, or None. It is run once."""
-    run = partial(FLASH_KINDS[kind], *inputs, is_causal=is_causal)
+def fault_of(work: Callable[[], Any], what: str) -> str | None:
+    """Run once; return None, or why it fails. Whatever fails, the other rows are measured."""
     try:
-        run()
-    except Exception as fault:  # whatever fails, the other rows are measured
-        return run, f"does not run here: {_in_one_line(fault)}"
-    return run, None
+        work()
+    except Exception as fault:
+        first_line = next(iter(str(fault).strip().splitlines()), "no reason given")
+        return f"{what}: {type(fault).__name__}: {first_line}"
+    return None
 
 
 def _torch_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
@@ -161,8 +154,12 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -
     return out.transpose(1, 2)
 
 
-FLASH_KINDS = {TORCH_FLASH: _torch_flash, FLASH_ATTN: _flash_attn}
-"""On accelerators: torch's own kernel, and the package flash_attn."""
+WHOLE = {
+    SDPA: F.scaled_dot_product_attention,
+    TORCH_FLASH: _torch_flash,
+    FLASH_ATTN: _flash_attn,
+}
+"""Kinds that compute every block."""
 
 
 @dataclass
@@ -193,12 +190,11 @@ class Contender:
     def _prepare(self) -> None:
         entry = self.entry
         options: dict[str, Any] = {"is_causal": self.is_causal}
-        self.attend: Callable[[], Tensor] = partial(
-            F.scaled_dot_product_attention, *self.inputs, **options
-        )
-        if entry.kind in FLASH_KINDS:
-            self.attend, self.why_not = flash_attention(entry.kind, self.inputs, **options)
-        if entry.kind == SDPA or entry.kind in FLASH_KINDS:
+        self.attend: Callable[[], Tensor]
+        if entry.kind in WHOLE:
+            self.attend = partial(WHOLE[entry.kind], *self.inputs, **options)
+            if entry.kind != SDPA:
+                self.why_not = fault_of(self.attend, "does not run here")
             return
         options |= {"recipe": entry.recipe, "backend": entry.backend}
         try:

@@ -264,20 +264,20 @@ def run_suite(
 
 def summarize(outcomes: Sequence[Outcome], by: str) -> list[dict[str, Any]]:
     """One row for each value of a field, and one for all."""
-    values = list(dict.fromkeys(getattr(one, by) for one in outcomes))
-    groups: list[tuple[Any, list[Outcome]]] = [
-        (value, [one for one in outcomes if getattr(one, by) == value]) for value in values
-    ]
-    return [_row(value, some) for value, some in [*groups, ("all", list(outcomes))]]
+    groups: dict[Any, Sequence[Outcome]] = {
+        value: [one for one in outcomes if getattr(one, by) == value]
+        for value in dict.fromkeys(getattr(one, by) for one in outcomes)
+    }
+    return [_row(value, some) for value, some in {**groups, "all": outcomes}.items()]
 
 
-def _row(name: Any, some: Sequence[Outcome]) -> dict[str, Any]:
+def _row(of: Any, some: Sequence[Outcome]) -> dict[str, Any]:
     visible = [one for one in some if one.is_visible]
     return {
-        "of": name if isinstance(name, str) else f"{name:g}",
+        "of": of if isinstance(of, str) else f"{of:g}",
         "heads": len(some),
-        "density": _mean([one.density for one in some]),
-        "error": _mean([one.true for one in some]),
+        "density": sum(one.density for one in some) / len(some),
+        "error": sum(one.true for one in some) / len(some),
         "worst": max(one.true / one.budget for one in some),
         "over": sum(one.is_over for one in some) / len(some),
         "visible": len(visible),
@@ -303,7 +303,3 @@ def _relative_l1(out: Tensor, truth: Tensor) -> list[float]:
     """Of each head of the one sequence."""
     wrong = (out.double() - truth).abs().sum((0, 2, 3)) / truth.abs().sum((0, 2, 3))
     return torch.where(torch.isfinite(wrong), wrong, torch.inf).tolist()
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)

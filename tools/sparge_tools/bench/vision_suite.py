@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -17,13 +18,12 @@ import torch
 import torch.nn.functional as F
 
 from sparge import VISION, KeepFraction, Recipe
-from sparge.api.accuracy import spread_rows
 from sparge.reorder import reorder_tokens, restore_tokens
 from sparge.support.turns import take_turns, threads, timer
 
 from ..synthetic_video import video_qkv
-from .cases import SAMPLED_ROWS, Case, Row, case_rows, measure_contenders
-from .contender import DTYPES, SDPA, SPARSE, CompiledFlex, Contender, Entry, Inputs
+from .cases import Case, Row, case_rows, make_contenders, measure_contenders
+from .contender import DTYPES, SDPA, SPARSE, Entry, Inputs
 
 HALF, FAST_HALF = "50%", "fast 50%"
 RECIPES = {
@@ -105,11 +105,10 @@ def measure_shape(shape: VisionShape, setting: Setting, n_threads: int) -> list[
         dtype = min(dense, key=dense.__getitem__)
         chosen = inputs.pop(dtype)
         inputs.clear()  # the other dtype's are of no more use, and large
-        rows, flex = spread_rows(shape.tokens, SAMPLED_ROWS), CompiledFlex()
-        entries = entries_of(shape, setting.backends, dtype)
-        contenders = [Contender(entry, chosen, False, rows, flex) for entry in entries]
-        measure_contenders(contenders, repeat=setting.repeat)
         case = Case(shape.tokens, shape.head_dim, causal=False, threads=n_threads)
+        entries = entries_of(shape, setting.backends, dtype)
+        contenders = make_contenders(case, entries, {dtype: chosen})
+        measure_contenders(contenders, repeat=setting.repeat)
         reorder = reorder_seconds(shape, setting.order, chosen)
         found = case_rows(case, contenders)
     facts = {
@@ -161,12 +160,10 @@ def reorder_seconds(shape: VisionShape, order: str, inputs: Inputs) -> float:
 
 
 def entries_of(shape: VisionShape, backends: Sequence[str], dtype: str) -> list[Entry]:
-    found = [Entry(f"SDPA {dtype}", SDPA, dtype)]
-    for backend in backends:
-        for name in RECIPES:
-            recipe = shape.recipe(name)
-            found.append(Entry(f"{backend} {name}", SPARSE, dtype, backend, name, recipe))
-    return found
+    return [Entry(f"SDPA {dtype}", SDPA, dtype)] + [
+        Entry(f"{backend} {name}", SPARSE, dtype, backend, name, shape.recipe(name))
+        for backend, name in product(backends, RECIPES)
+    ]
 
 
 def _with_reorder(row: Row, seconds: float) -> dict[str, Any]:

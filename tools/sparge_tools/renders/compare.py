@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,11 +127,7 @@ class Renders:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for pair in self.pairs:
-            for reason, n in pair.report.fallbacks.items():
-                found[reason] = found.get(reason, 0) + n
-        return found
+        return dict(sum((Counter(pair.report.fallbacks) for pair in self.pairs), Counter()))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -292,28 +289,19 @@ def _compare(
     )
     figures: dict[str, float] = {}
     missing: dict[str, str] = {}
+    pictures: tuple[Any, Any] = (None, None)
     if why := dense.why_no_frames or sparse.why_no_frames:
         missing[PICTURES] = why
     else:
-        figures |= compare_pictures(dense.frames, sparse.frames)
+        pictures = dense.frames, sparse.frames
+        figures |= compare_pictures(*pictures)
     if why := dense.why_no_latents:
         missing["latent_errors"] = why
     errors = latent_errors(dense.latents, sparse.latents)
     if errors:
         figures["latent_error"] = errors[-1]
-    shown = PICTURES not in missing
-    return Pair(
-        caption=caption,
-        seed=seed,
-        dense_seconds=dense.seconds,
-        sparse_seconds=sparse.seconds,
-        figures=figures,
-        report=report,
-        dense=dense.frames if shown else None,
-        sparse=sparse.frames if shown else None,
-        latent_errors=errors,
-        missing=missing,
-    )
+    seconds = dense.seconds, sparse.seconds
+    return Pair(caption, seed, *seconds, figures, report, *pictures, errors, missing)
 
 
 def _both_ways(
@@ -327,19 +315,15 @@ def _both_ways(
 
     The order alternates from pair to pair, so that neither always runs on the warmer machine.
     """
-
-    def sparsely() -> tuple[Result, Report]:
-        say("sparse")
-        with accelerated() as handle:
-            return run(), handle.report()
-
-    if sparse_first:
-        sparse, report = sparsely()
-    say("dense")
-    dense = run()
-    if not sparse_first:
-        sparse, report = sparsely()
-    return dense, sparse, report
+    found: dict[str, Result] = {}
+    for way in ("sparse", "dense") if sparse_first else ("dense", "sparse"):
+        say(way)
+        if way == "dense":
+            found[way] = run()
+        else:
+            with accelerated() as handle:
+                found[way], report = run(), handle.report()
+    return found["dense"], found["sparse"], report
 
 
 def render(pipe: Any, arguments: Mapping[str, Any], seed: int) -> Rendered:
@@ -358,17 +342,17 @@ def _callback(pipe: Any, latents: list[Tensor]) -> tuple[dict[str, Any], str]:
     """Arguments with which a pipeline hands out its latents after each step; or why it cannot."""
     takes = parameters_of(pipe)
 
-    def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        latents.append(tensors["latents"].detach().float().cpu())
-        return tensors
-
-    def keep_old(step: int, timestep: Any, given: Tensor) -> None:
-        latents.append(given.detach().float().cpu())
+    def keep(*given: Any) -> Any:
+        """The last argument: a dict of tensors, or of an older pipeline the latents."""
+        last = given[-1]
+        found: Tensor = last["latents"] if isinstance(last, dict) else last
+        latents.append(found.detach().float().cpu())
+        return last
 
     if STEP_END in takes and "latents" in getattr(pipe, "_callback_tensor_inputs", ["latents"]):
         return {STEP_END: keep}, ""
     if STEP_END_OLD in takes and f"{STEP_END_OLD}_steps" in takes:
-        return {STEP_END_OLD: keep_old, f"{STEP_END_OLD}_steps": 1}, ""
+        return {STEP_END_OLD: keep, f"{STEP_END_OLD}_steps": 1}, ""
     return {}, NO_CALLBACK
 
 
@@ -496,17 +480,8 @@ def compare_results(
                 sparse_first=i % 2 == 1,
             )
             pictures = [task.picture(each, result) for result in (dense, sparse)]
-            frames = [None if picture is None else picture[None] for picture in pictures]
-            pair = Pair(
-                caption=caption,
-                seed=None,
-                dense_seconds=dense_seconds,
-                sparse_seconds=sparse_seconds,
-                figures=task.compare(dense, sparse),
-                report=report,
-                dense=frames[0],
-                sparse=frames[1],
-            )
-            pairs.append(pair)
+            one, other = (None if picture is None else picture[None] for picture in pictures)
+            seconds, figures = (dense_seconds, sparse_seconds), task.compare(dense, sparse)
+            pairs.append(Pair(caption, None, *seconds, figures, report, one, other))
     told = {**settings.to_dict(), "inputs": inputs, "seed": seed}
     return Renders(loaded.name, task.about, task.metric, tuple(pairs), told)

@@ -136,21 +136,10 @@ def prepare_inputs(*, model: str, text: str, tokens: int, seed: int) -> DemoInpu
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    return DemoInputs(
-        directory,
-        facts,
-        {"name": text, "digest": document.digest},
-        tokenizer,
-        torch.tensor([encode(prompt)]),
-        HiddenFact(
-            fact=found.fact,
-            question=found.question,
-            prefix=found.prefix,
-            answer=found.answer,
-            depth=found.depth,
-            token=len(encode(prompt[: prompt.index(found.fact)])),
-        ),
-    )
+    token = len(encode(prompt[: prompt.index(found.fact)]))
+    needle = HiddenFact(found.fact, found.question, found.prefix, found.answer, found.depth, token)
+    origin = {"name": text, "digest": document.digest}
+    return DemoInputs(directory, facts, origin, tokenizer, torch.tensor([encode(prompt)]), needle)
 
 
 @torch.inference_mode()
