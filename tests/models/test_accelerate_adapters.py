@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from torch import nn
 import sparge
 import tiny_models as tiny
 from sparge import KeepFraction, Profile, Recipe
-from sparge.models import Found, adapters, register_adapter, unregister_adapter
-from sparge.models.site import allowed_blocks
+from sparge.models import Found, Site, adapters, register_adapter, unregister_adapter
 from sparge.values.profile import HeadSettings, LayerSettings, fingerprint
 from sparge.values.tokenmask import EXCLUDED, TokenMask
 from tiny_models import ids_of
@@ -62,8 +62,8 @@ class Through:
         recipe = self.site.recipe_now()
         if recipe is not None:
             return self.site.attend(query, key, value, {}, recipe=recipe)
-        self.site.note_own(self.site.left_out, 0.0, allowed_blocks(query, key, is_causal=False))
-        return F.scaled_dot_product_attention(query, key, value)
+        own = partial(F.scaled_dot_product_attention, query, key, value)
+        return self.site.run_own(self.site.left_out, own, query, key, is_causal=False)
 
 
 class Undo:
@@ -159,7 +159,9 @@ def test_allowed_blocks_are_those_of_a_plan(Lq, Lk, causal, offset):
     query, key = torch.zeros(2, 3, Lq, 4), torch.zeros(2, 1, Lk, 4)
     kinds = TokenMask(Lq, Lk, causal, offset).block_kinds(query.device)
     want = 6 * int((kinds != EXCLUDED).sum())
-    assert allowed_blocks(query, key, is_causal=causal, offset=offset) == want
+    site = Site("a", None)
+    site.run_own("why", lambda: None, query, key, is_causal=causal, offset=offset)
+    assert site.report().allowed == want
 
 
 # --- context ----------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import sparge
 import tiny_models as tiny
 from accelerators import host_activity, packed_call, pretend_stream
 from sparge import KeepFraction, Recipe
-from sparge.models.report import MOST_UNREAD, Tally
+from sparge.models.report import Tally
 from tiny_models import ids_of, padded
 
 SPARSE = Recipe(KeepFraction(0.5), precision="exact")
+MANY = 192
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,18 @@ def test_a_layer_of_a_model_reads_nothing_before_its_report(gpu, monkeypatch):
     assert report.layers[0].sparse_calls == len(lengths)
 
 
+def test_measured_errors_are_added_up_on_the_device(gpu, monkeypatch):
+    with accelerated(measure_error=True) as handle:
+        for L in (300, 650):
+            handle.model(inputs(L))
+        tallies = [site.tally for _, site in handle._sites]
+        assert all(tally.errors.dtype == torch.float64 for tally in tallies)
+        with host_activity(monkeypatch) as seen:
+            tallies[0].add_error(tallies[1].errors)
+        assert seen == []
+        assert len(handle.report().layers[1].error_by_head) == 4
+
+
 def unread(handle):
     return [len(site.tally.unread) for _, site in handle._sites]
 
@@ -82,26 +95,25 @@ def unread(handle):
 def test_what_the_device_has_done_is_added_up_as_calls_go_by(gpu, monkeypatch):
     stream = pretend_stream(monkeypatch)
     with accelerated() as handle:
-        for _ in range(3 * MOST_UNREAD):
+        for _ in range(MANY):
             handle.model(inputs())
             stream.complete()
             assert max(unread(handle)) == 1, "the call itself, which was not done yet"
         assert stream.waits == 0
-        assert handle.report().layers[0].calls == 3 * MOST_UNREAD
+        assert handle.report().layers[0].calls == MANY
         assert stream.waits == 0
 
 
-def test_a_device_that_is_far_behind_is_waited_for_by_the_oldest_call(gpu, monkeypatch):
-    """Memory is bounded: at most so many calls of a layer are unread."""
+def test_a_call_never_waits_for_a_device_that_is_far_behind(gpu, monkeypatch):
     stream = pretend_stream(monkeypatch)
     with accelerated() as handle:
-        for n in range(1, MOST_UNREAD + 20):
+        for n in range(1, 84):
             handle.model(inputs())
-            assert unread(handle) == [min(n, MOST_UNREAD)] * 2
-            assert stream.waits == 2 * max(n - MOST_UNREAD, 0)
+            assert unread(handle) == [n] * 2
+            assert stream.waits == 0
         report = handle.report()
         assert unread(handle) == [0, 0]
-    assert report.layers[0].calls == MOST_UNREAD + 19
+    assert report.layers[0].calls == 83
 
 
 def test_reset_forgets_what_was_not_read(gpu, monkeypatch):

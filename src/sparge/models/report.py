@@ -1,17 +1,19 @@
 """What an accelerated model did, layer by layer: the tally of its calls, and `handle.report()`.
 
-A call on an accelerator is not waited for: its counts and times stay there until they can be read
-without waiting, or a report asks.
+A call on an accelerator is never waited for. Its counts arrive in host memory, and its times in
+events; the tally adds both up once the device has passed them, and a report waits for the rest.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..values.backend import DENSE
 from ..values.recipe import Recipe
@@ -19,17 +21,11 @@ from ..values.run import Run
 from ..values.schedule import Context
 
 OWN = "own attention"
-MOST_UNREAD = 64
-"""Runs of a layer that may be unread. The queue of launches keeps a host from being that many calls
-ahead, so this only bounds memory: where there are more, the oldest is waited for."""
 
 
-@dataclass(frozen=True)
-class RecipeReport:
-    """The calls of a layer with one recipe, and their blocks; dense calls included."""
+class _Counted:
+    """The part that reports of blocks share. `to_dict()` is plain JSON."""
 
-    recipe: Recipe
-    calls: int
     kept: int
     allowed: int
 
@@ -38,11 +34,28 @@ class RecipeReport:
         return self.kept / self.allowed if self.allowed else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "recipe": self.recipe.to_dict(), "density": self.density}
+        plain = {name: _plain(value) for name, value in vars(self).items()}
+        return {**plain, "density": self.density}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return value.to_dict() if hasattr(value, "to_dict") else value
 
 
 @dataclass(frozen=True)
-class StepReport:
+class RecipeReport(_Counted):
+    """The calls of a layer with one recipe, and their blocks; dense calls included."""
+
+    recipe: Recipe
+    calls: int
+    kept: int
+    allowed: int
+
+
+@dataclass(frozen=True)
+class StepReport(_Counted):
     """The calls of a layer in one step of a diffusion run; density by head of the sparse ones."""
 
     step: int
@@ -52,20 +65,9 @@ class StepReport:
     allowed: int
     density_by_head: tuple[float, ...]
 
-    @property
-    def density(self) -> float:
-        return self.kept / self.allowed if self.allowed else 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "density": self.density,
-            "density_by_head": list(self.density_by_head),
-        }
-
 
 @dataclass(frozen=True)
-class LayerReport:
+class LayerReport(_Counted):
     """What ran in one attention module since the start or the last `reset()`.
 
     ran: how often each way ran. fallbacks: why calls went to dense or to the model's own attention.
@@ -104,10 +106,6 @@ class LayerReport:
     captured: dict[str, int] = field(default_factory=dict)
 
     @property
-    def density(self) -> float:
-        return self.kept / self.allowed if self.allowed else 1.0
-
-    @property
     def error(self) -> float | None:
         return _mean(self.error_by_head or ())
 
@@ -116,16 +114,7 @@ class LayerReport:
         return sum(n for way, n in self.ran.items() if way not in (OWN, "dense"))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "density": self.density,
-            "density_by_head": list(self.density_by_head),
-            "error_by_head": None if self.error_by_head is None else list(self.error_by_head),
-            "error": self.error,
-            "recipe": None if self.recipe is None else self.recipe.to_dict(),
-            "by_recipe": [each.to_dict() for each in self.by_recipe],
-            "by_step": [each.to_dict() for each in self.by_step],
-        }
+        return {**super().to_dict(), "error": self.error}
 
 
 @dataclass(frozen=True)
@@ -151,8 +140,8 @@ class Report:
     @property
     def sparse_density(self) -> float:
         """Mean over the layers that ran sparse, of those calls; 1 where none did."""
-        each = _mean([layer.sparse_density for layer in self.layers if layer.sparse_calls])
-        return 1.0 if each is None else each
+        mean = _mean([layer.sparse_density for layer in self.layers if layer.sparse_calls])
+        return 1.0 if mean is None else mean
 
     @property
     def error(self) -> float | None:
@@ -166,17 +155,17 @@ class Report:
     @property
     def fallbacks(self) -> dict[str, int]:
         """Every reason why a call did not run sparse, and how often."""
-        return dict(sum((Counter(layer.fallbacks) for layer in self.layers), Counter[str]()))
+        return _added_up(layer.fallbacks for layer in self.layers)
 
     @property
     def parallel(self) -> dict[str, int]:
         """Every way in which calls were shared among processes, and how often."""
-        return dict(sum((Counter(layer.parallel) for layer in self.layers), Counter[str]()))
+        return _added_up(layer.parallel for layer in self.layers)
 
     @property
     def captured(self) -> dict[str, int]:
         """Calls that were captured in a graph, by what they run; in no other figure."""
-        return dict(sum((Counter(layer.captured) for layer in self.layers), Counter[str]()))
+        return _added_up(layer.captured for layer in self.layers)
 
     @property
     def density_by_step(self) -> dict[int, float]:
@@ -189,20 +178,11 @@ class Report:
         return {step: kept[step] / max(allowed[step], 1) for step in sorted(allowed)}
 
     def to_dict(self) -> dict[str, Any]:
-        sums = (
-            "density",
-            "sparse_density",
-            "error",
-            "seconds",
-            "fallbacks",
-            "parallel",
-            "captured",
-        )
-        names = (*sums, "left_alone")
+        sums = ("density", "sparse_density", "error", "seconds", "fallbacks", "parallel")
         return {
             "format": "sparge.report/3",
-            "recipe": None if self.recipe is None else self.recipe.to_dict(),
-            **{name: getattr(self, name) for name in names},
+            "recipe": _plain(self.recipe),
+            **{name: getattr(self, name) for name in (*sums, "captured", "left_alone")},
             "notes": list(self.notes),
             "density_by_step": {str(step): d for step, d in self.density_by_step.items()},
             "layers": [layer.to_dict() for layer in self.layers],
@@ -239,14 +219,14 @@ class Report:
 
 def _left_alone_lines(left_alone: dict[str, str]) -> list[str]:
     """One line for each reason, with the first names that it holds for."""
-    names: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for name, why in left_alone.items():
-        names.setdefault(why, []).append(name)
-    shown = {
-        why: each[0] if len(each) == 1 else f"{each[0]} and {len(each) - 1} more"
-        for why, each in names.items()
-    }
-    return [f"  left alone: {name}: {why}" for why, name in shown.items()]
+        by_reason.setdefault(why, []).append(name)
+    lines = []
+    for why, (first, *others) in by_reason.items():
+        more = f" and {len(others)} more" if others else ""
+        lines.append(f"  left alone: {first}{more}: {why}")
+    return lines
 
 
 def _line(layer: LayerReport, width: int) -> str:
@@ -265,53 +245,67 @@ def _mean(numbers: Sequence[float]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
+def _added_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    total = Counter[str]()
+    for part in counts:
+        total.update(part)
+    return dict(total)
+
+
 def is_sparse(run: Run) -> bool:
     """Whether a sparse backend ran, as far as is known without its numbers."""
     return run.backend != DENSE
 
 
 @dataclass
-class StepTally:
-    """Sums over the calls of one step of a run; by head over those that ran sparse."""
+class Sums(_Counted):
+    """Calls and their blocks; by head of those that ran sparse."""
 
-    noise_level: float | None = None
     calls: int = 0
     kept: int = 0
     allowed: int = 0
     kept_by_head: list[int] = field(default_factory=list)
     allowed_by_head: list[int] = field(default_factory=list)
 
-    def add(self, kept: int, allowed: int, run: Run | None = None) -> None:
-        self.calls += 1
-        self.kept += kept
-        self.allowed += allowed
-        if run is not None and run.kept_by_head:
+    def add(self, run: Run) -> None:
+        self.add_dense(run.kept, run.allowed)
+        if run.kept_by_head:
             self.kept_by_head = _added(self.kept_by_head, run.kept_by_head)
             self.allowed_by_head = _added(self.allowed_by_head, run.allowed_by_head)
 
-    def report(self, step: int) -> StepReport:
-        heads = _shares(self.kept_by_head, self.allowed_by_head)
-        return StepReport(step, self.noise_level, self.calls, self.kept, self.allowed, heads)
+    def add_dense(self, kept: int, allowed: int) -> None:
+        self.calls += 1
+        self.kept += kept
+        self.allowed += allowed
+
+    @property
+    def density_by_head(self) -> tuple[float, ...]:
+        pairs = zip(self.kept_by_head, self.allowed_by_head, strict=True)
+        return tuple(kept / max(allowed, 1) for kept, allowed in pairs)
 
 
 @dataclass
 class Tally:
-    """Sums over the calls of one layer, from any thread; `by_head` over those that ran sparse.
+    """Sums over the calls of one layer, from any thread.
 
+    by_step: with the noise level of the step. errors: sums by head, on the device that has them.
     captured: calls that a graph holds, by what they run, which are not in the other sums. unread:
-    runs in the order of their calls, each with the function that adds it up.
+    runs whose numbers a device may not have sent yet, in the order of their calls, with the other
+    arguments of `_add_up`. The device's queue of launches bounds how many there are.
     """
 
     ran: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
-    by_recipe: dict[Recipe, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    by_head: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    by_step: dict[int, StepTally] = field(default_factory=dict)
+    total: Sums = field(default_factory=Sums)
+    sparse: Sums = field(default_factory=Sums)
+    by_recipe: dict[Recipe, Sums] = field(default_factory=lambda: defaultdict(Sums))
+    by_step: dict[int, tuple[float | None, Sums]] = field(default_factory=dict)
+    errors: Tensor | None = None
     parallel: Counter[str] = field(default_factory=Counter)
     captured: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
-    unread: deque[tuple[Run, Callable[[Run], None]]] = field(default_factory=deque)
+    unread: deque[tuple[Run, Recipe, Sums, bool]] = field(default_factory=deque)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(
@@ -329,16 +323,13 @@ class Tally:
         """
         with self.lock:
             self.seconds += seconds or 0.0
-            timed = seconds is None
             for part in run.parts or (run,):
                 if part.captured:  # nothing may be asked of the device now
                     self.captured[_way(part)] += 1
                     continue
-                step = self._step(context)
-                add_up = partial(self._add_up, recipe=recipe, step=step, timed=timed)
-                self.unread.append((part, add_up))
-                while len(self.unread) > MOST_UNREAD or (self.unread and self.unread[0][0].ready()):
-                    self._add_up_oldest()
+                self.unread.append((part, recipe, self._step(context), seconds is None))
+                while self.unread and self.unread[0][0].ready():
+                    self._add_up(*self.unread.popleft())
 
     def add_own(
         self, reason: str, seconds: float, blocks: int, context: Context | None = None
@@ -348,8 +339,8 @@ class Tally:
             self.ran[OWN] += 1
             self.fallbacks[reason] += 1
             self.seconds += seconds
-            self.counts.update(kept=blocks, allowed=blocks)
-            self._step(context).add(blocks, blocks)
+            for sums in (self.total, self._step(context)):
+                sums.add_dense(blocks, blocks)
 
     def add_unrecorded(self, calls: int, seconds: float) -> None:
         """Sparse calls of which nothing was counted."""
@@ -362,77 +353,72 @@ class Tally:
         with self.lock:
             self.parallel[way] += 1
 
-    def add_error(self, error: Sequence[float]) -> None:
-        """What a sparse call was measured to be wrong by, for each head."""
+    def add_error(self, error: Tensor) -> None:
+        """What a sparse call was measured to be wrong by, for each head; added up where it is."""
         with self.lock:
-            if len(error) != len(self.by_head["error"]):
-                self.counts["measured"] = 0  # sums by head begin again
-            self.by_head["error"] = _added(self.by_head["error"], error)
+            if self.errors is None or self.errors.shape != error.shape:
+                self.errors, self.counts["measured"] = torch.zeros_like(error), 0
+            self.errors = self.errors.to(error.device) + error
             self.counts["measured"] += 1
 
-    def _add_up_oldest(self) -> None:
-        run, add_up = self.unread.popleft()
-        add_up(run)
-
-    def _add_up(self, run: Run, *, recipe: Recipe, step: StepTally, timed: bool) -> None:
+    def _add_up(self, run: Run, recipe: Recipe, step: Sums, timed: bool) -> None:
         self.seconds += run.seconds["total"] if timed else 0.0
-        self.counts.update(kept=run.kept, allowed=run.allowed)
-        step.add(run.kept, run.allowed, run)
+        for sums in (self.total, step, self.by_recipe[recipe]):
+            sums.add(run)
         self.counts["estimated"] += run.cost_source == "estimate"
         if run.ring is not None:
             self.counts.update(sent=run.ring.bytes_sent, dense_sent=run.ring.dense_bytes)
-        self.by_recipe[recipe].update(calls=1, kept=run.kept, allowed=run.allowed)
         self.ran[_way(run)] += 1
-        if not is_sparse(run):
+        if is_sparse(run):
+            self.counts.update(pv_skips=run.pv_skips, pv_groups=run.pv_groups)
+            self.sparse.add(run)
+        else:
             self.fallbacks[run.reason] += 1
-            return
-        self.counts.update(pv_skips=run.pv_skips, pv_groups=run.pv_groups)
-        self.counts.update(sparse=1, sparse_kept=run.kept, sparse_allowed=run.allowed)
-        if run.kept_by_head:
-            for name, numbers in (("kept", run.kept_by_head), ("allowed", run.allowed_by_head)):
-                self.by_head[name] = _added(self.by_head[name], numbers)
 
-    def _step(self, context: Context | None) -> StepTally:
+    def _step(self, context: Context | None) -> Sums:
         """The sums of a step; outside of a run nothing is kept by step."""
         if context is None or context.step is None:
-            return StepTally()
-        return self.by_step.setdefault(context.step, StepTally(context.noise_level))
+            return Sums()
+        return self.by_step.setdefault(context.step, (context.noise_level, Sums()))[1]
 
     def sparse_density(self, *, calls: int) -> float | None:
         """Of the sparse calls that were read so far; None before there are this many."""
         with self.lock:
-            enough = self.counts["sparse"] >= calls and self.counts["sparse_allowed"]
-            return self._sparse_density() if enough else None
-
-    def _sparse_density(self) -> float:
-        kept, allowed = self.counts["sparse_kept"], self.counts["sparse_allowed"]
-        return kept / allowed if allowed else 1.0
+            enough = self.sparse.calls >= calls and self.sparse.allowed
+            return self.sparse.density if enough else None
 
     def report(self, name: str, recipe: Recipe | None) -> LayerReport:
         """What was counted so far; waits for calls that a device has not finished."""
         with self.lock:
             while self.unread:
-                self._add_up_oldest()
+                self._add_up(*self.unread.popleft())
             counts = self.counts
+            errors = [] if self.errors is None else self.errors.tolist()
             return LayerReport(
                 name=name,
                 calls=sum(self.ran.values()),
                 ran=dict(self.ran),
-                kept=counts["kept"],
-                allowed=counts["allowed"],
-                sparse_density=self._sparse_density(),
-                density_by_head=_shares(self.by_head["kept"], self.by_head["allowed"]),
+                kept=self.total.kept,
+                allowed=self.total.allowed,
+                sparse_density=self.sparse.density,
+                density_by_head=self.sparse.density_by_head,
                 pv_skipped=counts["pv_skips"] / max(counts["pv_groups"], 1),
-                error_by_head=tuple(e / counts["measured"] for e in self.by_head["error"]) or None,
+                error_by_head=tuple(e / counts["measured"] for e in errors) or None,
                 seconds=self.seconds,
                 fallbacks=dict(self.fallbacks),
                 recipe=recipe,
-                by_recipe=tuple(RecipeReport(r, **n) for r, n in self.by_recipe.items()),
+                by_recipe=tuple(
+                    RecipeReport(used, sums.calls, sums.kept, sums.allowed)
+                    for used, sums in self.by_recipe.items()
+                ),
                 estimated=counts["estimated"],
+                by_step=tuple(
+                    StepReport(i, noise, sums.calls, sums.kept, sums.allowed, sums.density_by_head)
+                    for i, (noise, sums) in sorted(self.by_step.items())
+                ),
                 parallel=dict(self.parallel),
                 bytes_sent=counts["sent"],
                 dense_ring_bytes=counts["dense_sent"],
-                by_step=tuple(each.report(step) for step, each in sorted(self.by_step.items())),
                 captured=dict(self.captured),
             )
 
@@ -450,7 +436,3 @@ def _added(sums: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
     if len(sums) != len(numbers):
         sums = [0] * len(numbers)
     return [a + b for a, b in zip(sums, numbers, strict=True)]
-
-
-def _shares(kept: Sequence[int], allowed: Sequence[int]) -> tuple[float, ...]:
-    return tuple(k / max(a, 1) for k, a in zip(kept, allowed, strict=True))

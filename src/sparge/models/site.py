@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from ..api.accuracy import output_error
 from ..api.attention import attention_and_run
 from ..api.varlen import attend_packed
-from ..engine.execute_varlen import sequence
 from ..engine.recording import GRAPH_LISTENERS
 from ..routing import AUTO, DENSE, backends
-from ..values.call import allowed_blocks as blocks_of_head
+from ..values.call import allowed_blocks
 from ..values.recipe import Recipe
 from ..values.run import Run
 from ..values.schedule import Context
@@ -34,10 +33,9 @@ SITE = "_sparge_site"
 """The attribute of a module that holds its site."""
 Tap = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None]
 """query, key, value, and the other arguments of `attention`."""
-_numbers = itertools.count()
-
-
 RecipeOf = Callable[[Context], Recipe | None]
+T = TypeVar("T")
+_numbers = itertools.count()
 # By the id of a handle, for this thread or task. A ContextVar of each handle would never be freed.
 _contexts: ContextVar[Mapping[int, Context]] = ContextVar(
     "sparge_contexts", default=MappingProxyType({})
@@ -54,7 +52,7 @@ def inside(handle: object, context: Context) -> Iterator[None]:
 
 
 def check_backend(backend: str) -> None:
-    known = (AUTO, DENSE, *(each.name for each in backends()))
+    known = (AUTO, DENSE, *(found.name for found in backends()))
     if backend not in known:
         raise ValueError(f"backend must be one of {', '.join(known)}; got {backend!r}")
 
@@ -87,23 +85,19 @@ class Site:
     def __post_init__(self) -> None:
         self.holder: Callable[[], Any] = lambda: None
         self.tap: Tap | None = None
+        self.fixed = self.recipe if isinstance(self.recipe, Recipe) else None
+        self.asks_context = callable(self.recipe) and not self.follows_clock
         # Two recipes are kept ready, because a compiled graph cannot make one.
-        self.now = self.recipe if isinstance(self.recipe, Recipe) else None
+        self.now = self.fixed
         self.now_in_mask = self.now and with_causal_window(self.now)
         self._refusal: ValueError | None = None
         self.context = Context()
         # Two models may have layers of one name; a label belongs to one site.
         self.label = f"{self.name}#{next(_numbers)}"
         self.tally, self.is_open = Tally(), False
-        # A compiled graph would keep the recipe of its first call.
-        self._recipe_in_context = torch.compiler.disable(self._call_recipe)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.__post_init__()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, setting.name) for setting in fields(self))
 
     def open(self, handle: object) -> None:
         """Count the calls of this site for a handle, until `close()`."""
@@ -120,17 +114,17 @@ class Site:
         diagonal_in_mask: the call is causal by its mask, where `attention` cannot see it; the
         recipe then has its causal window as a number.
         """
-        if self.recipe is None or isinstance(self.recipe, Recipe) or self.follows_clock:
-            if self._refusal is not None:
-                raise self._refusal
-            return self.now_in_mask if diagonal_in_mask else self.now
-        recipe: Recipe | None = self._recipe_in_context(diagonal_in_mask)
-        return recipe
+        if self.asks_context:
+            recipe: Recipe | None = self._recipe_in_context(diagonal_in_mask)
+            return recipe
+        if self._refusal is not None:
+            raise self._refusal
+        return self.now_in_mask if diagonal_in_mask else self.now
 
     @property
     def is_sparse(self) -> bool:
         """Whether a call made now would be sparse, as far as its settings say."""
-        return self.now is not None or (callable(self.recipe) and not self.follows_clock)
+        return self.now is not None or self.asks_context
 
     def turn_to(self, context: Context) -> None:
         """Take the recipe of a context, and count calls from now on for its step."""
@@ -142,7 +136,9 @@ class Site:
                 self.now, self._refusal = None, error
             self.now_in_mask = self.now and with_causal_window(self.now)
 
-    def _call_recipe(self, diagonal_in_mask: bool) -> Recipe | None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _recipe_in_context(self, diagonal_in_mask: bool) -> Recipe | None:
+        """Outside of compiled graphs, which would keep the recipe of their first call."""
         assert callable(self.recipe)
         recipe = self.recipe(_contexts.get().get(id(self.holder()), Context()))
         return recipe and with_causal_window(recipe) if diagonal_in_mask else recipe
@@ -162,24 +158,14 @@ class Site:
 
         protect: token ranges in place of the recipe's.
         """
-        by_hand = not torch.compiler.is_compiling()
-        if by_hand and self.tap is not None:
+        if self.tap is not None and not torch.compiler.is_compiling():
             self.tap(query, key, value, arguments)
-        out, lse, run = attention_and_run(
-            query,
-            key,
-            value,
-            **arguments,
-            recipe=recipe,
-            backend=self.backend,
-            return_lse=return_lse,
-            label=self.label,
-            protect=protect,
-            recorded=by_hand and self.is_open,
+        given = {"recipe": recipe, "return_lse": return_lse, "protect": protect, **arguments}
+        out, lse, run = self._counted(
+            attention_and_run, query, key, value, label=self.label, **given
         )
-        if run is not None and self.is_open:
-            self.note(run)
-            self._measure(run, query, key, value, out, arguments)
+        if run is not None:
+            self._measure(run, (query, key, value, out), arguments)
         return (out, lse) if return_lse else out
 
     def attend_packed(
@@ -195,30 +181,17 @@ class Site:
     ) -> tuple[Tensor, Tensor | None]:
         """`sparge.attention_varlen` in the same way, of the sequences `[T, H, D]` between the cuts;
         each is counted as a call. Not in compiled graphs."""
-        bounds = (cuts, cuts)
-        sequences = [sequence(query, key, value, bounds, i) for i in range(len(cuts) - 1)]
         if self.tap is not None:
-            for one in sequences:
-                assert one.value is not None
-                self.tap(one.query, one.key, one.value, {"attn_mask": None, **arguments})
-        out, lse, run = attend_packed(
-            query,
-            key,
-            value,
-            bounds,
-            **arguments,
-            causal_align="top_left",
-            recipe=recipe,
-            backend=self.backend,
-            return_lse=return_lse,
-            recorded=self.is_open,
+            for q, k, v in _sequences(cuts, query, key, value):
+                self.tap(q, k, v, {"attn_mask": None, **arguments})
+        given = {"recipe": recipe, "return_lse": return_lse, **arguments}
+        out, lse, run = self._counted(
+            attend_packed, query, key, value, (cuts, cuts), causal_align="top_left", **given
         )
-        if run is not None and self.is_open:
-            self.note(run)
-            outs = (out[a:b].transpose(0, 1).unsqueeze(0) for a, b in pairwise(cuts))
-            for one, part, made in zip(sequences, run.parts, outs, strict=True):
-                assert one.value is not None
-                self._measure(part, one.query, one.key, one.value, made, arguments)
+        if run is not None:
+            sequences = _sequences(cuts, query, key, value, out)
+            for part, views in zip(run.parts, sequences, strict=True):
+                self._measure(part, views, arguments)
         return out, lse
 
     def attend_ring(
@@ -230,44 +203,42 @@ class Site:
         """
         from ..parallel.ring import ring_attention_and_run
 
-        out, lse, run = ring_attention_and_run(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            **arguments,
-            recipe=recipe,
-            backend=self.backend,
-            label=self.label,
-            recorded=self.is_open,
+        parts = (x.contiguous() for x in (query, key, value))
+        out, lse, _ = self._counted(
+            ring_attention_and_run, *parts, recipe=recipe, label=self.label, **arguments
         )
-        if run is not None and self.is_open:
-            self.note(run)
         self.tally.add_parallel(ONE_SELECTION)
         return out, lse
 
-    def _measure(
+    def _counted(
         self,
-        run: Run,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        arguments: dict[str, Any],
-    ) -> None:
+        attend: Callable[..., tuple[Tensor, Tensor | None, Run | None]],
+        *args: Any,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor | None, Run | None]:
+        """What an attention returns; with its run only where the call is counted."""
+        recorded = self.is_open and not torch.compiler.is_compiling()
+        out, lse, run = attend(*args, backend=self.backend, recorded=recorded, **given)
+        if run is None or not self.is_open:
+            return out, lse, None
+        self.note(run)
+        return out, lse, run
+
+    def _measure(self, run: Run, tensors: Sequence[Tensor], arguments: dict[str, Any]) -> None:
+        """tensors: query, key, value and the output."""
         if self.measure_error and is_sparse(run) and not run.captured:
-            error = output_error(query, key, value, out, **arguments)
-            self.tally.add_error(error.mean(0).tolist())
+            self.tally.add_error(output_error(*tensors, **arguments).mean(0).double())
 
     def run_own(
         self,
         reason: str,
-        own: Callable[[], Any],
+        own: Callable[[], T],
         query: Tensor,
         key: Tensor,
         *,
         is_causal: bool,
         offset: int = 0,
-    ) -> Any:
+    ) -> T:
         """The model's own attention, timed and counted with the reason; a compiled graph counts
         nothing. offset: a causal query row i may attend keys up to `i + offset`."""
         if torch.compiler.is_compiling():
@@ -277,7 +248,8 @@ class Site:
         seconds = time.perf_counter() - start
         blocks = 0
         if query.dim() == 4:
-            blocks = allowed_blocks(query, key, is_causal=is_causal, offset=offset)
+            B, Hq, Lq = query.shape[:3]
+            blocks = allowed_blocks(Lq, key.shape[2], is_causal=is_causal, offset=offset) * B * Hq
         self.note_own(reason, seconds, blocks)
         return result
 
@@ -285,19 +257,16 @@ class Site:
         self.tally = Tally()
 
     def note_own(self, reason: str, seconds: float, blocks: int) -> None:
-        """The model's own attention ran, over this many blocks (see `allowed_blocks`)."""
+        """The model's own attention ran, over this many blocks of all heads and the batch."""
         self.tally.add_own(reason, seconds, blocks, self.context)
 
     def note(self, run: Run) -> None:
-        """A call of this site ran; compiled graphs tell it from any thread."""
-        given = self.recipe if isinstance(self.recipe, Recipe) else run.recipe
-        self.tally.add(run, recipe=given, context=self.context)
+        """Count a call of this site; the ops of compiled graphs call this from any thread."""
+        self.tally.add(run, recipe=self.fixed or run.recipe, context=self.context)
 
     def report(self) -> LayerReport:
         """What was counted so far; waits for calls that a device has not finished."""
-        return self.tally.report(
-            self.name, self.recipe if isinstance(self.recipe, Recipe) else None
-        )
+        return self.tally.report(self.name, self.fixed)
 
 
 @lru_cache(maxsize=256)
@@ -307,10 +276,7 @@ def with_causal_window(recipe: Recipe) -> Recipe:
     return replace(recipe, local_blocks=recipe.window(True))
 
 
-def allowed_blocks(query: Tensor, key: Tensor, *, is_causal: bool, offset: int = 0) -> int:
-    """Blocks that attention may compute, over batch and heads; padding is not looked at.
-
-    offset: a causal query row i may attend keys up to `i + offset`.
-    """
-    B, Hq, Lq = query.shape[:3]
-    return B * Hq * blocks_of_head(Lq, key.shape[2], is_causal=is_causal, offset=offset)
+def _sequences(cuts: list[int], *packed: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views `[1, H, L, D]` of these tensors for each sequence between the cuts."""
+    for a, b in pairwise(cuts):
+        yield tuple(x[a:b].transpose(0, 1).unsqueeze(0) for x in packed)
