@@ -1,28 +1,24 @@
 """Where in a diffusion run a model is: set once per step, followed by every site.
 
-The alternative, to ask in every call, would break compiled graphs: they would be traced again for
-every step, or leave the graph to ask. A clock is turned outside of them, between two steps, and
-changes attributes that graphs compare: they hold one variant for each recipe.
+A clock is turned outside of compiled graphs, between two steps, and changes attributes that graphs
+compare: they hold one variant for each recipe. Asking in every call would trace them for each step.
 
-In a pipeline its scheduler turns it: `set_timesteps` begins a run and `step` ends a step, for every
-scheduler and outside of compiled graphs. Image-to-image runs begin later: `set_begin_index` says
-where, or the timestep of the first `scale_model_input`. Those that a scheduler has are replaced on
-the instance.
+In a pipeline its scheduler turns it: `set_timesteps` begins a run and `step` ends a step.
+Image-to-image runs begin later: `set_begin_index` says where, or the timestep of the first
+`scale_model_input`. Those that a scheduler has are replaced on the instance.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from ..values.recipe import Recipe
 from ..values.schedule import Context, Schedule
+from .replacement import Replacement
 from .site import RecipeOf, Site
 
 NO_POSITION = (
@@ -62,7 +58,7 @@ def known_recipes(recipe: Recipe | RecipeOf | None) -> tuple[Recipe, ...]:
         if recipe.dense_layer:
             return ()
         if bands := recipe.schedule.bands:
-            return tuple(each for _, _, each in bands if each is not None)
+            return tuple(banded for _, _, banded in bands if banded is not None)
         return known_recipes(recipe.recipe)
     return (recipe,) if isinstance(recipe, Recipe) else ()
 
@@ -126,18 +122,13 @@ class SchedulerClock:
     def __init__(self, scheduler: Any, clock: Clock) -> None:
         self.scheduler, self.clock, self.done, self.begin = scheduler, clock, 0, 0
         names = [name for name in (SETS_BEGIN, SCALES) if hasattr(scheduler, name)]
-        self.watched = [_Watched(scheduler, name, self) for name in (BEGINS, STEPS, *names)]
-        for each in self.watched:
-            vars(scheduler)[each.name] = each
+        self.watched = [_Watched(self, name) for name in (BEGINS, STEPS, *names)]
+        for method in self.watched:
+            method.install()
 
     def stop(self) -> None:
-        for each in self.watched:
-            if vars(self.scheduler).get(each.name) is each:
-                if each.before is None:
-                    del vars(self.scheduler)[each.name]
-                else:
-                    vars(self.scheduler)[each.name] = each.before
-            each.owner = None
+        for method in self.watched:
+            method.restore()
         self.clock.turn_to(Context())
 
     def note(self, name: str, timestep: Any) -> None:
@@ -150,38 +141,28 @@ class SchedulerClock:
         index = getattr(self.scheduler, "begin_index", None)
         if index is not None:
             self.begin = index
-        elif name == SCALES and self.done == 0:
+        elif name == SCALES:
             self.begin = _index_of(self.scheduler, timestep)
         self.clock.turn_to(context_of(self.scheduler, self.begin, self.done))
 
 
-class _Watched:
-    """A method of a scheduler that tells its owner after each call."""
+class _Watched(Replacement):
+    """A method of a scheduler, after each call of which its clock is turned."""
 
-    def __init__(self, scheduler: Any, name: str, owner: SchedulerClock | None) -> None:
-        self.scheduler, self.name, self.owner = scheduler, name, owner
-        self.before = vars(scheduler).get(name)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        # Pipelines look here for the arguments that a scheduler takes.
-        return inspect.signature(self._method())
-
-    def _method(self) -> Any:
-        if self.before is not None:
-            return self.before
-        return getattr(type(self.scheduler), self.name).__get__(self.scheduler)
+    def __init__(self, turner: SchedulerClock, name: str) -> None:
+        super().__init__(turner.scheduler, name)
+        self.turner = turner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._method()(*args, **kwargs)
-        if self.owner is not None:
-            self.owner.note(self.name, args[1] if len(args) > 1 else kwargs.get("timestep"))
+        result = self.method()(*args, **kwargs)
+        if self.active:
+            self.turner.note(self.name, args[1] if len(args) > 1 else kwargs.get("timestep"))
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A pipeline may copy its scheduler for another modality, which must not turn the clock.
-        copied = memo.get(id(self.scheduler), self.scheduler)
-        if copied is self.scheduler:
+        copied = memo.get(id(self.owner), self.owner)
+        if copied is self.owner:
             return self
         before = copy.deepcopy(self.before, memo)
         return before or getattr(type(copied), self.name).__get__(copied)
@@ -191,8 +172,8 @@ def _index_of(scheduler: Any, timestep: Any) -> int:
     """Where a timestep stands in the run; 0 if it does not."""
     if timestep is None:
         return 0
-    at = _number(timestep)
-    return next((i for i, each in enumerate(scheduler.timesteps) if _number(each) == at), 0)
+    at = float(timestep)
+    return next((i for i, step in enumerate(scheduler.timesteps) if float(step) == at), 0)
 
 
 def context_of(scheduler: Any, begin: int, done: int) -> Context:
@@ -200,28 +181,22 @@ def context_of(scheduler: Any, begin: int, done: int) -> Context:
 
     begin: the index of the first step of the run. Shares are of the steps that it takes.
     """
-    timesteps = getattr(scheduler, "timesteps", None)
-    steps = 0 if timesteps is None else len(timesteps)
-    at = begin + done
-    if timesteps is None or at >= steps:
+    timesteps, at = getattr(scheduler, "timesteps", None), begin + done
+    if timesteps is None or at >= len(timesteps):
         return Context()
-    return Context(
-        noise_level=noise_level(scheduler, at), step=done, progress=done / (steps - begin)
-    )
+    progress = done / (len(timesteps) - begin)
+    return Context(noise_level=noise_level(scheduler, at), step=done, progress=progress)
 
 
 def noise_level(scheduler: Any, at: int) -> float | None:
     """Share of noise at a step: timestep / training timesteps, the sigma of flow matching."""
-    timestep = _number(scheduler.timesteps[at])
-    training = getattr(scheduler.config, "num_train_timesteps", None)
-    sigma_data = getattr(scheduler.config, "sigma_data", None)
+    config = scheduler.config
+    sigma_data = getattr(config, "sigma_data", None)
     if sigma_data is not None and len(sigmas := getattr(scheduler, "sigmas", ())) > at:
-        sigma = _number(sigmas[at])  # its timesteps are logarithms of sigma
-        return float(min(max(sigma / (sigma + sigma_data), 0.0), 1.0))
-    if not training:
+        sigma = float(sigmas[at])  # its timesteps are logarithms of sigma
+        level = sigma / (sigma + sigma_data)
+    elif training := getattr(config, "num_train_timesteps", None):
+        level = float(scheduler.timesteps[at]) / training
+    else:
         return None
-    return float(min(max(timestep / training, 0.0), 1.0))
-
-
-def _number(value: Any) -> float:
-    return float(value.item()) if isinstance(value, Tensor) else float(value)
+    return float(min(max(level, 0.0), 1.0))

@@ -11,10 +11,11 @@ import inspect
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,12 +25,11 @@ from torch import Tensor, nn
 from ..reorder import HILBERT
 from .adapters import Attached, Found
 from .clock import Clock
+from .replacement import Replacement
 from .route import Intercept, Route
 from .site import Site
 from .tokens import Tokens
 
-_FORWARD = "forward"
-RouteOf = Callable[[Site], Route]
 SDPA = "scaled_dot_product_attention"
 DEPTH = 6
 """Functions that call functions; deeper ones are not read."""
@@ -73,62 +73,72 @@ class ModuleAdapter:
     ) -> Attached:
         tokens, clock = Tokens(order, grid), Clock(sites.values())
         route = partial(Route, tokens=tokens, cross=bool(cross_attention))
-        wrapped = []
-        for name, module in found.modules.items():
-            wrapped.append((module, Inside(module, Places(sites[name], module, route, clock))))
+        inside = [
+            Inside(module, Places(sites[name], module, route, clock))
+            for name, module in found.modules.items()
+        ]
         if found.model not in found.modules.values():
             elsewhere = Elsewhere(_settings_elsewhere(sites), found.model, route, clock)
-            wrapped.append((found.model, Inside(found.model, elsewhere)))
-        for module, inside in wrapped:
-            module.forward = inside
-        return Attached(partial(_give_back, wrapped), clock)
+            inside.append(Inside(found.model, elsewhere))
+        for forward in inside:
+            forward.install()
+        return Attached(partial(_give_back, inside), clock)
 
 
 ADAPTER = ModuleAdapter()
 
 
-def _give_back(wrapped: list[tuple[nn.Module, Inside]]) -> None:
-    for module, inside in wrapped:
-        if vars(module).get(_FORWARD) is inside:  # otherwise somebody has wrapped it since
-            if inside.before is None:
-                del module.forward
-            else:
-                module.forward = inside.before
-        inside.active = False
+def _give_back(inside: list[Inside]) -> None:
+    for forward in inside:
+        forward.restore()
 
 
-class Inside:
+class Inside(Replacement):
     """Stands in the place of a module's `forward`, and runs it with its attention intercepted."""
 
-    def __init__(self, module: nn.Module, route: Places | Elsewhere) -> None:
-        self.module, self.route, self.intercept = module, route, Intercept(route)
-        self.before = vars(module).get(_FORWARD)
-        self.active = True
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.__wrapped__)
-
-    @property
-    def __wrapped__(self) -> Any:
-        """The forward inside, for those who read code, as the next `accelerate` does."""
-        return self.before or type(self.module).forward.__get__(self.module)
+    def __init__(self, module: nn.Module, calls: Places | Elsewhere) -> None:
+        super().__init__(module, "forward")
+        self.calls, self.intercept = calls, Intercept(calls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.before or type(self.module).forward.__get__(self.module)
+        forward = self.method()
         if not self.active:
             return forward(*args, **kwargs)
-        self.route.begin()
+        self.calls.begin()
         with self.intercept:
             return forward(*args, **kwargs)
 
 
-class Places:
+@dataclass(eq=False)
+class _Calls:
+    """Attention calls of a forward, of which more may come up while the model runs.
+
+    like: the site whose settings they have, all of its handle.
+    """
+
+    like: Site
+    module: nn.Module
+    make_route: Callable[[Site], Route]
+    clock: Clock
+
+    def begin(self) -> None:
+        """The forward is called."""
+
+    def new_route(self, name: str) -> Route:
+        site = replace(self.like, name=name)
+        site.turn_to(self.clock.context)
+        self.clock.sites.append(site)
+        if (handle := self.like.holder()) is not None:
+            handle.add(self.module, site)
+        return self.make_route(site)
+
+
+@dataclass(eq=False)
+class Places(_Calls):
     """The calls of one module's forward, in order: each has a site of its own."""
 
-    def __init__(self, first: Site, module: nn.Module, route: RouteOf, clock: Clock) -> None:
-        self.module, self.route, self.clock = module, route, clock
-        self.routes = [route(first)]
+    def __post_init__(self) -> None:
+        self.routes = [self.make_route(self.like)]
         self.traced, self.calls = 0, dict[int, int]()  # of a graph; of each thread
 
     def begin(self) -> None:
@@ -145,28 +155,23 @@ class Places:
         i = self.calls[thread]
         self.calls[thread] = i + 1
         if i == len(self.routes):
-            first = self.routes[0].site
-            site = _site_like(first, f"{first.name}:{i + 1}", self.module, self.clock)
-            self.routes.append(self.route(site))
+            self.routes.append(self.new_route(f"{self.like.name}:{i + 1}"))
         return self.routes[i](*args, **kwargs)
 
 
-class Elsewhere:
+@dataclass(eq=False)
+class Elsewhere(_Calls):
     """Calls from code that belongs to no module that was found: a site for each line."""
 
-    def __init__(self, template: Site, module: nn.Module, route: RouteOf, clock: Clock) -> None:
-        self.template, self.module, self.route, self.clock = template, module, route, clock
+    def __post_init__(self) -> None:
         self.routes: dict[str, Route] = {}
 
-    def begin(self) -> None: ...
-
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        place = "(compiled)" if torch.compiler.is_compiling() else _call_place()
+        if torch.compiler.is_compiling():  # a graph can make no site
+            return F.scaled_dot_product_attention(*args, **kwargs)
+        place = _call_place()
         if place not in self.routes:
-            if torch.compiler.is_compiling():
-                return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
-            site = _site_like(self.template, place, self.module, self.clock)
-            self.routes[place] = self.route(site)
+            self.routes[place] = self.new_route(place)
         return self.routes[place](*args, **kwargs)
 
 
@@ -177,25 +182,12 @@ def _settings_elsewhere(sites: Mapping[str, Site]) -> Site:
     return next(left_out, None) or next(scheduled, None) or next(iter(sites.values()))
 
 
-def _site_like(other: Site, name: str, module: nn.Module, clock: Clock) -> Site:
-    """A site with the settings of another, of the same handle."""
-    site = replace(other, name=name)
-    site.turn_to(clock.context)
-    clock.sites.append(site)
-    if (handle := other.holder()) is not None:
-        handle.add(module, site)
-    return site
-
-
 def _call_place() -> str:
     """File, function and line of the call, outside of torch and of this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "")
-        if not package.startswith(("torch.", "sparge.")):
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", "sparge.")):
             code = frame.f_code
-            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}"
-        frame = frame.f_back
+            return f"{os.path.basename(code.co_filename)}:{line} {code.co_name}"
     return "unknown"
 
 
@@ -224,15 +216,15 @@ def attention_modules(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str,
 
 
 def calls_sdpa(module: nn.Module) -> bool:
-    sdpa = F.scaled_dot_product_attention
     return any(
-        SDPA in names or any(value is sdpa for value in values) for names, values in _read(module)
+        SDPA in names or any(x is F.scaled_dot_product_attention for x in values)
+        for names, values in _read(module)
     )
 
 
 def attends_by_hand(module: nn.Module) -> bool:
     """A softmax and a product of matrices in the code of one module."""
-    names = {name for each, _ in _read(module) for name in each}
+    names = set[str]().union(*(found for found, _ in _read(module)))
     return "softmax" in names and bool(names & _PRODUCTS or _has_product(module))
 
 
@@ -259,16 +251,16 @@ def _read(module: nn.Module) -> Iterator[tuple[set[str], list[Any]]]:
         names = _names(code)
         values = [function.__globals__.get(name) for name in names]
         values += [inspect.getattr_static(module, name, None) for name in names]
-        values = [each.__func__ if isinstance(each, staticmethod) else each for each in values]
+        values = [x.__func__ if isinstance(x, staticmethod) else x for x in values]
         values += [_content(cell) for cell in function.__closure__ or ()]
-        values += [type(each).__call__ for each in values if _is_processor(each)]
+        values += [type(x).__call__ for x in values if _is_processor(x)]
         yield names, values
-        todo += [(each, depth + 1) for each in values if _is_own(each)]
+        todo += [(x, depth + 1) for x in values if _is_own(x)]
 
 
 def _names(code: CodeType) -> set[str]:
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return {*code.co_names}.union(*(_names(each) for each in inner))
+    inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
+    return {*code.co_names}.union(*inner)
 
 
 def _content(cell: Any) -> Any:
