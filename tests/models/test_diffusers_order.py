@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparge
-from sparge.models.diffusers import stack
+from sparge.models.diffusers.stack import Stack
 from sparge.models.tokens import Placed
 from tiny_denoiser_parts import SAME, SPARSE, VIDEO, B, Tiny, assert_same, ran_sparse, randn
 from tiny_denoisers import DENOISERS, flux, hunyuan, ltx, qwen, wan
@@ -59,7 +59,7 @@ def test_tokens_that_are_not_put_back_show(name, monkeypatch):
 def test_positions_that_are_not_permuted_show(name, monkeypatch):
     tiny = DENOISERS[name]()
     want = tiny()
-    monkeypatch.setattr(stack, "_reordered_rotary", lambda stack, given, arguments: given)
+    monkeypatch.setattr(Stack, "_reordered_rotary", lambda stack, tables, given: tables)
     with sparge.accelerate(tiny.model, SAME, backend="cpu"):
         assert (tiny() - want).norm() > 0.01 * want.norm()
 

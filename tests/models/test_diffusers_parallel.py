@@ -19,7 +19,6 @@ from sparge.models.ulysses import (
     order_within,
     places_in_ring,
     share_heads,
-    to_sequence,
     tokens_of_ranks,
 )
 from tiny_denoiser_parts import SAME, randn
@@ -163,8 +162,9 @@ def test_parts_of_streams_come_back(streams, world):
     parts = [part for rank in range(world) for part in (s.tensor_split(world)[rank] for s in each)]
     collected = torch.cat(parts)
     assert torch.equal(tokens_of_ranks(shards, 0, world), collected)
-    assert torch.equal(collected[to_sequence(shards, CPU)], tokens)
-    assert torch.equal(tokens[to_sequence(shards, CPU, back=True)], collected)
+    index, back = order_within(shards, 0, world, None, CPU)
+    assert torch.equal(collected[index], tokens)
+    assert torch.equal(tokens[back], collected)
     assert sum(shards.held_by(rank, rank + 1) for rank in range(world)) == len(tokens)
     assert torch.equal(collected, tokens) or not shards.in_order
 
@@ -173,9 +173,8 @@ def test_a_rank_orders_its_own_tokens():
     shards, placed = Shards((2, 12), 2), Placed((1, 3, 4), 2, "column")
     mine = tokens_of_ranks(shards, 1, 2)
     assert mine.tolist() == [1, 8, 9, 10, 11, 12, 13]
-    index = order_within(shards, 1, 2, placed, CPU, back=False)
+    index, back = order_within(shards, 1, 2, placed, CPU)
     assert mine[index].tolist() == [1, 10, 11, 8, 12, 9, 13], "by columns, text in front"
-    back = order_within(shards, 1, 2, placed, CPU, back=True)
     assert torch.equal(mine[index][back], mine)
     places = places_in_ring(shards, 2, placed)
     assert places[[0, 1]].tolist() == [0, 7], "the text of each rank begins its part"

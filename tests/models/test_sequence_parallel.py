@@ -59,8 +59,7 @@ def test_documents_by_their_positions(qkv):
 def test_each_document_is_what_it_is_alone_and_is_counted(qkv, site):
     taps = []
     site.tap = lambda query, key, value, arguments: taps.append((query.shape[2], arguments))
-    out, lse = attend_documents(site, *qkv, LENGTHS, recipe=RECIPE, with_lse=False, **ARGUMENTS)
-    assert lse is None
+    out = attend_documents(site, *qkv, LENGTHS, recipe=RECIPE, return_lse=False, **ARGUMENTS)
     for i, a, b in RANGES:
         assert torch.equal(out[i : i + 1, :, a:b], alone(qkv, i, a, b)[0])
     value = qkv[2].repeat_interleave(Hq // Hk, dim=1)
@@ -73,7 +72,7 @@ def test_each_document_is_what_it_is_alone_and_is_counted(qkv, site):
 
 
 def test_an_lse_is_of_every_document(qkv, site):
-    out, lse = attend_documents(site, *qkv, LENGTHS, recipe=RECIPE, with_lse=True, **ARGUMENTS)
+    out, lse = attend_documents(site, *qkv, LENGTHS, recipe=RECIPE, return_lse=True, **ARGUMENTS)
     for i, a, b in [*RANGES, (0, 150, 151)]:
         want, want_lse = alone(qkv, i, a, b)
         assert torch.equal(out[i : i + 1, :, a:b], want)
@@ -83,7 +82,7 @@ def test_an_lse_is_of_every_document(qkv, site):
 
 def test_padding_alone_needs_no_attention(qkv, site):
     ones = [[1] * L] * B
-    out, _ = attend_documents(site, *qkv, ones, recipe=RECIPE, with_lse=False, **ARGUMENTS)
+    out = attend_documents(site, *qkv, ones, recipe=RECIPE, return_lse=False, **ARGUMENTS)
     assert torch.equal(out, qkv[2].repeat_interleave(Hq // Hk, dim=1))
     assert site.report().calls == 0
 

@@ -61,9 +61,9 @@ def accelerate(
     """Let one model (or pipeline) compute its attention with sparge.
 
     recipe: how much to keep and in what precision, in every layer; None is `sparge.DEFAULT`, and
-    `sparge.VISION` for image and video models. A
-    function of the context (`handle.context(noise_level=…, step=…)`) returns a recipe for each
-    call, or None for the model's own attention.
+    `sparge.VISION` for image and video models. A function of the context
+    (`handle.context(noise_level=…, step=…)`) returns a recipe for each call, or None for the
+    model's own attention.
     profile: settings tuned per layer and head, a `sparge.Profile` or its file, instead of a recipe;
     with the schedule and the order that it was tuned with, where others are not given.
     layers: names of attention modules, with `*` and `?`, or a function of the name; others keep
@@ -86,23 +86,22 @@ def accelerate(
     check_backend(backend)
     if recipe is not None and profile is not None:
         raise ValueError("give a recipe or a profile, not both; a profile has a recipe per layer")
-    tuned = None if profile is None else _open_profile(profile)
+    tuned = Profile.load(profile) if isinstance(profile, str | os.PathLike) else profile
+    if not isinstance(tuned, Profile | None):
+        raise TypeError(
+            f"profile must be a sparge.Profile or its file, got {type(profile).__name__}"
+        )
     if tuned is not None and found.defaults:
         schedule = tuned.schedule if schedule is None else schedule
         order = tuned.calibration.get("order") if order is None else order
-    options = _options(
-        adapter,
-        found,
-        schedule=schedule,
-        order=order,
-        grid=grid,
-        cross_attention=cross_attention,
-        protect_text=protect_text,
-    )
+    given: dict[str, Any] = {"schedule": schedule, "order": order, "grid": grid}
+    given |= {"cross_attention": cross_attention, "protect_text": protect_text}
+    options = _options(adapter, found, given)
     names = choose_layers(list(found.modules), layers)
     recipes: dict[str, Recipe | RecipeOf | None]
     if tuned is not None:
-        recipe, recipes = None, _recipes_of_profile(found.model, names, tuned, force=force)
+        tuned.check(found.model, force=force)
+        recipes = {name: _tuned_recipe(tuned, name) for name in names}
     else:
         usual = DEFAULT if grid is None else VISION
         recipe = found.defaults.get("recipe", usual) if recipe is None else recipe
@@ -115,19 +114,13 @@ def accelerate(
     sites = {}
     for name in found.modules:
         why = "its settings leave it dense" if name in recipes else "not among `layers`"
-        sites[name] = Site(
-            name,
-            recipes.get(name),
-            backend,
-            measure_error,
-            left_out=why,
-            follows_clock=bool(options),
-        )
+        settings = (recipes.get(name), backend, measure_error)
+        sites[name] = Site(name, *settings, left_out=why, follows_clock=bool(options))
     attached = adapter.attach(found, sites, **options)
     return Handle(found, recipe if isinstance(recipe, Recipe) else None, sites, attached)
 
 
-def _options(adapter: Adapter, found: Found, **given: Any) -> dict[str, Any]:
+def _options(adapter: Adapter, found: Found, given: dict[str, Any]) -> dict[str, Any]:
     """The options that an adapter takes, with its defaults; others must not be given."""
     takes: tuple[str, ...] = getattr(adapter, "options", ())
     for name, value in given.items():
@@ -142,9 +135,8 @@ def _options(adapter: Adapter, found: Found, **given: Any) -> dict[str, Any]:
     if given["order"] is not None:
         check_order(given["order"])
     check_grid_option(given["grid"])
-    return {
-        name: found.defaults.get(name) if given[name] is None else given[name] for name in takes
-    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return {name: chosen.get(name, found.defaults.get(name)) for name in takes}
 
 
 def choose_layers(names: list[str], layers: Layers) -> list[str]:
@@ -180,23 +172,11 @@ def _check_heads(modules: dict[str, nn.Module], recipe: Any) -> None:
                 raise ValueError(f"{name}: {error}") from None
 
 
-def _open_profile(profile: Any) -> Profile:
-    tuned = Profile.load(profile) if isinstance(profile, str | os.PathLike) else profile
-    if not isinstance(tuned, Profile):
-        came = type(profile).__name__
-        raise TypeError(f"profile must be a sparge.Profile or its file, got {came}")
-    return tuned
-
-
-def _recipes_of_profile(
-    model: nn.Module, names: list[str], tuned: Profile, *, force: bool
-) -> dict[str, Recipe | RecipeOf | None]:
-    tuned.check(model, force=force)
-    banded = {name for name, layer in tuned.layers.items() if layer.bands}
-    return {
-        name: partial(_at_noise_level, tuned, name) if name in banded else tuned.recipe_for(name)
-        for name in names
-    }
+def _tuned_recipe(profile: Profile, name: str) -> Recipe | RecipeOf | None:
+    layer = profile.layers.get(name)
+    if layer is not None and layer.bands:
+        return partial(_at_noise_level, profile, name)
+    return profile.recipe_for(name)
 
 
 def _at_noise_level(profile: Profile, layer: str, context: Context) -> Recipe | None:

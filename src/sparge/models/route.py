@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ..values.call import MAX_HEAD_DIM
 from ..values.recipe import Recipe
 from .clock import known_recipes
 from .site import Site
-from .tokens import OpenRanges, Placed, Ranges, Tokens, check_ranges, protected_ranges
+from .tokens import Placed, Ranges, Tokens, check_ranges, protected_ranges
 from .ulysses import HeadShare
 
 Own = Callable[..., Tensor]
@@ -36,47 +35,6 @@ GRADIENT = "a gradient is wanted: torch's own is faster; sparge runs under no_gr
 
 def wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def why_own(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    left_out: str,
-    dropout: float = 0.0,
-    shared_heads: bool = True,
-    cross: bool = True,
-    lengths: tuple[int, int] | None = None,
-) -> str:
-    """Why the model's own attention must run a call, or "".
-
-    left_out: why the settings leave this call dense, or "". shared_heads: several query heads may
-    share a key head. cross: attention to other tokens is served, too. lengths: of the queries and
-    of the keys, where the tensors are parts of them.
-    """
-    if left_out:
-        return left_out
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        return f"tensors of {query.dim()} dimensions; sparge takes 4: [B, H, L, D]"
-    if query.shape[0] != key.shape[0] or key.shape[0] != value.shape[0]:
-        return "a batch of keys that is broadcast"
-    heads = {key.shape[1], value.shape[1]}
-    if not shared_heads and heads not in ({query.shape[1]}, {1}):
-        return "heads that are broadcast"
-    Lq, Lk = (query.shape[2], key.shape[2]) if lengths is None else lengths
-    if Lq != Lk and not cross:
-        return CROSS
-    if dropout > 0.0:
-        return f"dropout {dropout}: sparge has none"
-    if Lq == 1:
-        return ONE_QUERY
-    if 0 in (*query.shape, *key.shape, *value.shape):
-        return "an empty tensor"
-    if wants_gradient(query, key, value):
-        return GRADIENT
-    head_dim = max(query.shape[3], value.shape[3])
-    return f"head dim {head_dim} is over {MAX_HEAD_DIM}" if head_dim > MAX_HEAD_DIM else ""
 
 
 class SdpaCall(NamedTuple):
@@ -98,6 +56,11 @@ class SdpaCall(NamedTuple):
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         return {name: getattr(self, name) for name in names}
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> SdpaCall:
+        """The call with its query, key and value changed alike."""
+        query, key, value = (change(x) for x in (self.query, self.key, self.value))
+        return self._replace(query=query, key=key, value=value)
+
     @property
     def lengths(self) -> tuple[int, int]:
         return self.query.shape[-2], self.key.shape[-2]
@@ -108,32 +71,37 @@ class SdpaCall(NamedTuple):
         return self.query.dim() == 4 and self.query.shape[-2] == self.key.shape[-2]
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where the visual tokens of a call stand while it is attended.
+def why_own(
+    call: SdpaCall, *, left_out: str, cross: bool = True, lengths: tuple[int, int] | None = None
+) -> str:
+    """Why the model's own attention must run a call, or "".
 
-    placed: their order in attention; None is the order in which they came. moves: the same where
-    attention itself puts them in that order and back; None in a model whose hidden states are.
+    left_out: why the settings leave this call dense, or "". cross: attention to other tokens is
+    served, too. lengths: of the queries and of the keys, where the tensors are parts of them.
     """
-
-    placed: Placed | None = None
-    moves: Placed | None = None
-
-    def reorder(self, call: SdpaCall) -> SdpaCall:
-        if self.moves is None:
-            return call
-        query, key, value = (self.moves.reorder(x) for x in (call.query, call.key, call.value))
-        mask = self.moves.reorder_mask(call.attn_mask, *call.lengths)
-        return call._replace(query=query, key=key, value=value, attn_mask=mask)
-
-    def restore(self, result: Any) -> Any:
-        """An output, or `(out, lse)`, in the order in which the tokens came."""
-        if self.moves is None:
-            return result
-        if isinstance(result, tuple):
-            out, lse = result
-            return self.moves.restore(out), self.moves.restore(lse, dim=-1)
-        return self.moves.restore(result)
+    if left_out:
+        return left_out
+    query, key, value = call[:3]
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return f"tensors of {query.dim()} dimensions; sparge takes 4: [B, H, L, D]"
+    if query.shape[0] != key.shape[0] or key.shape[0] != value.shape[0]:
+        return "a batch of keys that is broadcast"
+    heads = {key.shape[1], value.shape[1]}
+    if not call.enable_gqa and heads not in ({query.shape[1]}, {1}):
+        return "heads that are broadcast"
+    Lq, Lk = lengths or call.lengths
+    if Lq != Lk and not cross:
+        return CROSS
+    if call.dropout_p > 0.0:
+        return f"dropout {call.dropout_p}: sparge has none"
+    if Lq == 1:
+        return ONE_QUERY
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return "an empty tensor"
+    if wants_gradient(query, key, value):
+        return GRADIENT
+    head_dim = max(query.shape[3], value.shape[3])
+    return f"head dim {head_dim} is over {MAX_HEAD_DIM}" if head_dim > MAX_HEAD_DIM else ""
 
 
 class Route:
@@ -157,30 +125,35 @@ class Route:
     def serve(self, call: SdpaCall, *, share: HeadShare | None = None) -> Any:
         """The result of a call. share: its heads, where other processes have the rest of those that
         the site's recipe is for."""
-        call, placement = self.place(call)
+        call, placed = self.place(call)
         recipe, reason = self.decide(call, share=share)
         if recipe is None or reason:
             return self.run_own(reason, call)
-        return placement.restore(self.attend(placement.reorder(call), recipe, placement))
+        if placed is None or (self.tokens is not None and self.tokens.permuted):
+            return self.attend(call, recipe, placed)
+        mask = placed.reorder_mask(call.attn_mask, *call.lengths)
+        moved = call.map(placed.reorder)._replace(attn_mask=mask)
+        result = self.attend(moved, recipe, placed)
+        if call.return_lse:
+            return placed.restore(result[0]), placed.restore(result[1], dim=-1)
+        return placed.restore(result)
 
-    def place(self, call: SdpaCall) -> tuple[SdpaCall, Placement]:
-        """Where the tokens of a call are, and the call as it comes to attention: in a model whose
-        hidden states are in order, a mask must follow them."""
+    def place(self, call: SdpaCall) -> tuple[SdpaCall, Placed | None]:
+        """The call as it comes to attention, and where its visual tokens are while it is attended;
+        None is as they came. In a model whose hidden states are in order, a mask must follow."""
         tokens, (Lq, Lk) = self.tokens, call.lengths
         if call.is_self_attention and self.known_ranges:
-            _check_ranges(self.known_ranges, int(Lq))
+            check_ranges(self.known_ranges, int(Lq))
         if tokens is None:
-            return call, Placement()
+            return call, None
         if tokens.permuted:
             placed = tokens.place(int(Lq))
             if placed is not None and call.attn_mask is not None:
                 call = call._replace(attn_mask=placed.reorder_mask(call.attn_mask, Lq, Lk))
-            return call, Placement(placed if call.is_self_attention else None)
+            return call, placed if call.is_self_attention else None
         # A causal call goes by the order in which its tokens came.
-        if call.is_causal or not call.is_self_attention:
-            return call, Placement()
-        placed = tokens.place(int(Lq))
-        return call, Placement(placed, moves=placed)
+        in_order = call.is_self_attention and not call.is_causal
+        return call, tokens.place(int(Lq)) if in_order else None
 
     def decide(
         self,
@@ -200,19 +173,10 @@ class Route:
             recipe = share.recipe_of(recipe)
         Lq = (lengths or call.lengths)[0]
         unknown = "" if self.tokens is None else self.tokens.why_unknown(Lq)
-        reason = why_own(
-            call.query,
-            call.key,
-            call.value,
-            left_out=unknown or ("" if recipe is not None else self.site.left_out),
-            dropout=call.dropout_p,
-            shared_heads=call.enable_gqa,
-            cross=self.cross,
-            lengths=lengths,
-        )
-        return recipe, reason
+        left_out = unknown or ("" if recipe is not None else self.site.left_out)
+        return recipe, why_own(call, left_out=left_out, cross=self.cross, lengths=lengths)
 
-    def attend(self, call: SdpaCall, recipe: Recipe, placement: Placement) -> Any:
+    def attend(self, call: SdpaCall, recipe: Recipe, placed: Placed | None) -> Any:
         """Sparse attention of a call whose tokens are in order."""
         arguments = {
             "attn_mask": call.attn_mask,
@@ -228,21 +192,19 @@ class Route:
             arguments,
             recipe=recipe,
             return_lse=call.return_lse,
-            protect=self._protected(recipe, call, placement.placed),
+            protect=self._protected(recipe, call, placed),
         )
 
     def _protected(self, recipe: Recipe, call: SdpaCall, placed: Placed | None) -> Ranges | None:
         """Where the protected tokens of a recipe stand, and those that are not visual; None leaves
         the recipe as it is."""
-        if self.tokens is None and not recipe.protect:
-            return None
         L = int(call.lengths[0])
         others = () if self.tokens is None else self.tokens.protected(L)
         if not others and not recipe.protect:
             return None
         place = () if placed is None else (*placed.grid, placed.start)
         order = "" if placed is None else placed.order
-        return _protected_ranges(recipe.protect, L, others, place, order)
+        return protected_ranges(recipe.protect, L, others, place, order)
 
     def run_own(self, reason: str, call: SdpaCall) -> Any:
         """The model's own attention, counted with the reason; torch's where an LSE is wanted."""
@@ -250,21 +212,6 @@ class Route:
         own = _dense_with_lse if call.return_lse else own
         own = partial(own, call.query, call.key, call.value, **call.options)
         return self.site.run_own(reason, own, call.query, call.key, is_causal=call.is_causal)
-
-
-# A graph finds ranges once, while it is traced, from plain numbers.
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
-    return check_ranges(known, L)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _protected_ranges(
-    ranges: OpenRanges, L: int, others: Ranges, place: tuple[int, ...], order: str
-) -> Ranges:
-    return protected_ranges(ranges, L, others, place, order)
 
 
 def _dense_with_lse(

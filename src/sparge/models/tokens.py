@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -77,14 +77,22 @@ class Tokens:
         """The tokens of an attention call over L of them."""
         if self.map is not None:
             return self.map if self.map.start(L) is not None else None
-        grid = self.grid(L) if callable(self.grid) else self.grid
-        return None if grid is None else _matching(grid, L)
+        given = self.grid(L) if callable(self.grid) else self.grid
+        if given is None:
+            return None
+        T, H, W = grid = check_grid(given)
+        if prod(grid) != L:
+            raise ValueError(
+                f"grid {T}×{H}×{W} has {prod(grid)} tokens, and an attention layer has {L}; give "
+                "the grid of each layer: a list of grids, or a function of the number of tokens "
+                "that returns None where there is none"
+            )
+        return TokenMap(grid)
 
     def place(self, L: int) -> Placed | None:
         """The visual tokens among L of an attention call, in their order; None without any."""
         found = self.map_of(L)
-        start = None if found is None else found.start(L)
-        return None if found is None or start is None else Placed(found.grid, start, self.order)
+        return None if found is None else Placed(found.grid, found.start(L) or 0, self.order)
 
     def protected(self, L: int) -> Ranges:
         """The ranges of tokens that are not visual, where they are protected."""
@@ -97,28 +105,12 @@ def check_grid_option(grid: Any) -> Grid | GridOf | None:
     if grid is None or callable(grid):
         return grid
     if isinstance(grid, Sequence) and grid and all(isinstance(g, Sequence) for g in grid):
-        return _OneOf(tuple(check_grid(each) for each in grid))
+        return partial(_grid_among, tuple(map(check_grid, grid)))
     return check_grid(grid)
 
 
-@dataclass(frozen=True)
-class _OneOf:
-    grids: tuple[Grid, ...]
-
-    def __call__(self, L: int) -> Grid | None:
-        return next((grid for grid in self.grids if prod(grid) == L), None)
-
-
-def _matching(grid: Any, L: int) -> TokenMap:
-    grid = check_grid(grid)
-    if prod(grid) != L:
-        T, H, W = grid
-        raise ValueError(
-            f"grid {T}×{H}×{W} has {prod(grid)} tokens, and an attention layer has {L}; give the "
-            "grid of each layer: a list of grids, or a function of the number of tokens that "
-            "returns None where there is none"
-        )
-    return TokenMap(grid)
+def _grid_among(grids: tuple[Grid, ...], L: int) -> Grid | None:
+    return next((grid for grid in grids if prod(grid) == L), None)
 
 
 @dataclass(frozen=True)
@@ -146,10 +138,10 @@ class Placed:
             mask = self.reorder(mask, dim=-1)
         return mask
 
+    @lru_cache(maxsize=256)  # noqa: B019 (kept by value, and small)
     def move_ranges(self, ranges: Ranges) -> Ranges:
         """Token ranges where they stand after reordering."""
-        T, H, W = self.grid
-        n = T * H * W
+        n = prod(self.grid)
         places = inverse_order(self.grid, self.order)
         moved: list[tuple[int, int]] = []
         for a, b in ranges:
@@ -165,7 +157,7 @@ def ranges_of(positions: Tensor) -> Ranges:
     at = positions.sort().values
     breaks = (at.diff() != 1).nonzero().flatten() + 1
     pieces = torch.tensor_split(at, breaks.tolist()) if len(at) else ()
-    return tuple((int(each[0]), int(each[-1]) + 1) for each in pieces)
+    return tuple((int(piece[0]), int(piece[-1]) + 1) for piece in pieces)
 
 
 def absolute_ranges(ranges: Sequence[tuple[int, int | None]], L: int) -> list[tuple[int, int]]:
@@ -182,7 +174,10 @@ def absolute_ranges(ranges: Sequence[tuple[int, int | None]], L: int) -> list[tu
     return found
 
 
-@lru_cache(maxsize=256)
+# A graph finds ranges once, while it is traced, from plain numbers.
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
     """Refuse protected ranges that reach out of L tokens."""
     for ranges in known:
@@ -190,7 +185,7 @@ def check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
     return True
 
 
-@lru_cache(maxsize=256)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def protected_ranges(
     ranges: OpenRanges, L: int, others: Ranges, place: tuple[int, ...], order: str
 ) -> Ranges:

@@ -31,15 +31,11 @@ class HeadShare:
     stop: int
     heads: int
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (kept by value, and small)
     def recipe_of(self, recipe: Recipe) -> Recipe:
         """A recipe for all heads, as it is for these; numbers for another count are refused."""
-        return _recipe_of_heads(recipe, self)
-
-
-@lru_cache(maxsize=1024)
-def _recipe_of_heads(recipe: Recipe, share: HeadShare) -> Recipe:
-    check_recipe(recipe, share.heads)
-    return recipe.heads(share.start, share.stop)
+        check_recipe(recipe, self.heads)
+        return recipe.heads(self.start, self.stop)
 
 
 def share_heads(heads: int, rank: int, world: int) -> HeadShare:
@@ -48,11 +44,11 @@ def share_heads(heads: int, rank: int, world: int) -> HeadShare:
     This is how diffusers, DeepSpeed and yunchang deal them out. More ranks than can have one each
     are refused.
     """
-    each = -(-heads // world)
-    start, stop = rank * each, min((rank + 1) * each, heads)
+    most = -(-heads // world)
+    start, stop = rank * most, min((rank + 1) * most, heads)
     if start >= stop:
         raise ValueError(
-            f"heads must be at least one for each rank: {heads} heads over {world} ranks, {each} "
+            f"heads must be at least one for each rank: {heads} heads over {world} ranks, {most} "
             f"each, leave none for rank {rank}; use fewer ranks for Ulysses, or a ring"
         )
     return HeadShare(start, stop, heads)
@@ -72,7 +68,7 @@ class Shards:
 
     def held_by(self, first: int, last: int) -> int:
         """How many tokens ranks `first` to `last - 1` hold."""
-        return sum(_bound(n, last, self.world) - _bound(n, first, self.world) for n in self.streams)
+        return len(tokens_of_ranks(self, first, last))
 
     @property
     def in_order(self) -> bool:
@@ -80,48 +76,33 @@ class Shards:
         return sum(n > 0 for n in self.streams) < 2
 
 
-def _bound(tokens: int, rank: int, world: int) -> int:
-    """The first token of a rank, where the first ranks hold one more if they do not divide."""
-    each, more = divmod(tokens, world)
-    return rank * each + min(rank, more)
+# Indexes are kept, and used in any mode.
 
 
 @lru_cache(maxsize=64)
 def tokens_of_ranks(shards: Shards, first: int, last: int) -> Tensor:
     """Positions in the sequence of one process of the tokens of these ranks, in their order."""
-    parts = []
-    with torch.inference_mode(False), torch.device("cpu"):  # kept, and used in any mode
-        for rank in range(first, last):
-            offset = 0
-            for n in shards.streams:
-                a, b = _bound(n, rank, shards.world), _bound(n, rank + 1, shards.world)
-                parts.append(torch.arange(offset + a, offset + b))
-                offset += n
-        return torch.cat(parts)
-
-
-@lru_cache(maxsize=64)
-def to_sequence(shards: Shards, device: torch.device, *, back: bool = False) -> Tensor:
-    """The index that takes the parts of all ranks, one after the other, to the sequence of one
-    process; or `back` from it."""
     with torch.inference_mode(False), torch.device("cpu"):
-        index = tokens_of_ranks(shards, 0, shards.world)
-        return (index if back else torch.argsort(index)).to(device)
+        streams = torch.arange(sum(shards.streams)).split(shards.streams)
+        parts = [stream.tensor_split(shards.world) for stream in streams]
+        return torch.cat([part[rank] for rank in range(first, last) for part in parts])
 
 
 @lru_cache(maxsize=64)
 def order_within(
-    shards: Shards, first: int, last: int, placed: Placed, device: torch.device, *, back: bool
-) -> Tensor:
-    """The index that puts the tokens of these ranks in order among themselves; or `back`.
+    shards: Shards, first: int, last: int, placed: Placed | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The index that puts the tokens of these ranks in order among themselves, and the one back.
 
-    Visual tokens follow their order in the whole picture or video, less those of other ranks;
-    tokens in front of it come first, and those behind it last.
+    placed: visual tokens follow their order in the whole picture or video, less those of other
+    ranks; tokens in front of it come first, and those behind it last. None is the order of one
+    process.
     """
     with torch.inference_mode(False), torch.device("cpu"):
-        mine = tokens_of_ranks(shards, first, last)
-        index = torch.argsort(placed.restore(torch.arange(sum(shards.streams)), dim=0)[mine])
-        return (torch.argsort(index) if back else index).to(device)
+        places = torch.arange(sum(shards.streams))
+        places = places if placed is None else placed.restore(places, dim=0)
+        index = torch.argsort(places[tokens_of_ranks(shards, first, last)])
+        return index.to(device), torch.argsort(index).to(device)
 
 
 @lru_cache(maxsize=64)
@@ -130,13 +111,12 @@ def places_in_ring(shards: Shards, ring: int, placed: Placed | None) -> Tensor:
 
     placed: the ranks have put their tokens in order (`order_within`).
     """
-    each = shards.world // ring
-    cpu = torch.device("cpu")
+    cpu, parts = torch.device("cpu"), []
     with torch.inference_mode(False), cpu:
-        parts = []
-        for first in range(0, shards.world, each):
-            mine = tokens_of_ranks(shards, first, first + each)
+        for i in range(ring):
+            span = shards.world * i // ring, shards.world * (i + 1) // ring
+            mine = tokens_of_ranks(shards, *span)
             if placed is not None:
-                mine = mine[order_within(shards, first, first + each, placed, cpu, back=False)]
+                mine = mine[order_within(shards, *span, placed, cpu)[0]]
             parts.append(mine)
         return torch.argsort(torch.cat(parts))

@@ -80,7 +80,8 @@ class AttentionProcessor:
         """
         _check((q, k, v), dropout_p, window_size, softcap, alibi_slopes, return_attn_probs)
         # Of all callers, yunchang's rings alone say whether they want the softmax.
-        in_ring = return_softmax is not None and _size(_groups().RING_PG) > 1
+        ring = None if return_softmax is None else _groups().RING_PG
+        in_ring = ring is not None and dist.get_world_size(ring) > 1
         if in_ring and self.recipe.protect:
             raise ValueError(
                 f"recipe must protect no ranges in a ring that selects per chunk, got "
@@ -195,10 +196,6 @@ def _groups() -> Any:
     from yunchang.globals import PROCESS_GROUP
 
     return PROCESS_GROUP
-
-
-def _size(group: Any) -> int:
-    return 1 if group is None else dist.get_world_size(group)
 
 
 __all__ = ["CONTIGUOUS", "ZIGZAG", "AttentionProcessor", "register"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,32 +18,16 @@ from ..clock import Clock, SchedulerClock
 from ..route import CROSS, Route
 from ..site import Site
 from ..tokens import Tokens
-from .backend import (
-    BACKEND,
-    NAME,
-    PARALLEL,
-    accelerated,
-    attention_call,
-    is_accelerated,
-    own_backend,
-    register,
-)
-from .models import GRIDS, IN_UNET, IN_UNETS, RULES, UNETS, GridsById, Rule
+from .backend import NAME, accelerated, attention_call, give_back, is_accelerated
+from .models import GRIDS, IN_UNET, RULES, UNETS, GridsById, Rule
 from .stack import Stack
 
-NOT_A_DENOISER = "only denoisers are accelerated"
 NO_PROCESSOR = "its attention does not go through diffusers' attention processors"
-OUTSIDE = "outside of the transformer blocks"
 BY_HAND = "its processor computes attention by hand; set_attn_processor can give it one that calls"
 
 
-class Denoisers(nn.Module):
+class Denoisers(nn.ModuleDict):
     """Several denoisers of one pipeline, by the names that the pipeline has for them."""
-
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
 
 
 class DiffusersAdapter:
@@ -90,13 +75,12 @@ class DiffusersAdapter:
         cross_attention: bool | None = None,
         protect_text: bool | None = None,
     ) -> Attached:
-        register()
         protect = protect_text is not False
         stacks = stacks_of(found.model, partial(Tokens, order, grid, protect_text=protect))
         changed = []
         for name, site in sites.items():
             module: Any = found.modules[name]
-            stack = next((each for each in stacks if each.add(module, site)), None)
+            stack = next((stack for stack in stacks if stack.add(module, site)), None)
             tokens = None if stack is None else stack.tokens
             route = Route(site, tokens, cross=bool(cross_attention))
             changed.append((module, module.processor, accelerated(module.processor, route)))
@@ -104,11 +88,11 @@ class DiffusersAdapter:
         for module, _, mine in changed:
             module.processor = mine
         handles = [handle for stack in stacks for handle in stack.hook()]
-        watched = None
-        if found.pipeline is not None and hasattr(found.pipeline, "scheduler"):
-            watched = SchedulerClock(found.pipeline.scheduler, clock)
-        undo = partial(_give_back, changed, handles, watched, stacks)
-        return Attached(undo, clock, partial(_notes, found.pipeline, watched, stacks, changed))
+        scheduler, watched = getattr(found.pipeline, "scheduler", None), None
+        if scheduler is not None:
+            watched = SchedulerClock(scheduler, clock)
+        taken = _Taken(found.pipeline, changed, handles, stacks, watched)
+        return Attached(taken.give_back, clock, taken.notes)
 
 
 ADAPTER = DiffusersAdapter()
@@ -126,7 +110,7 @@ def denoisers_of(pipeline: Any) -> tuple[dict[str, nn.Module], dict[str, str]]:
         if of_diffusers and ".autoencoders." not in home and "vae" not in name:
             parts[name] = part
         else:
-            left_alone[name] = f"{type(part).__name__}: {NOT_A_DENOISER}"
+            left_alone[name] = f"{type(part).__name__}: only denoisers are accelerated"
     return parts, left_alone
 
 
@@ -150,7 +134,7 @@ def attention_modules(
             continue
         rule, inside = _rule_around(root, name)
         if not inside:
-            left_alone[name] = OUTSIDE
+            left_alone[name] = "outside of the transformer blocks"
         elif not cross and _is_cross(name, module, rule):
             left_alone[name] = CROSS
         elif not attention_call(processor):
@@ -176,7 +160,7 @@ def _is_cross(name: str, module: Any, rule: Rule | None) -> bool:
     if rule is not None and name.rpartition(".")[2] in rule.cross:
         return True
     joint = ("added_kv_proj_dim", "add_q_proj")
-    if all(getattr(module, each, None) is not None for each in joint):
+    if all(getattr(module, name, None) is not None for name in joint):
         return False
     stated = getattr(module, "is_cross_attention", None)
     if isinstance(stated, bool):
@@ -190,51 +174,47 @@ def stacks_of(model: nn.Module, new_tokens: Callable[[], Tokens]) -> list[Stack]
     stacks = []
     for part in model.modules():
         kind = type(part).__name__
-        rule: Rule | None = RULES.get(kind)
-        if rule is None and kind in IN_UNETS and getattr(part, "is_input_continuous", False):
+        rule = RULES.get(kind)
+        if kind == "Transformer2DModel" and getattr(part, "is_input_continuous", False):
             rule = IN_UNET
         if rule is not None:
-            if GRIDS not in vars(part):
-                setattr(part, GRIDS, GridsById())
+            vars(part).setdefault(GRIDS, GridsById())
             stacks.append(Stack(part, rule, new_tokens()))
     return stacks
 
 
-def _give_back(
-    changed: list[tuple[Any, Any, Any]],
-    handles: list[Any],
-    watched: SchedulerClock | None,
-    stacks: list[Stack],
-) -> None:
-    for module, before, mine in changed:
-        if module.processor is mine:  # otherwise the user has changed it since
-            module.processor = before
-            if (backend := own_backend(mine)) is not None:
-                setattr(before, BACKEND, backend)  # chosen while it was accelerated
-            if PARALLEL in vars(mine):
-                setattr(before, PARALLEL, vars(mine)[PARALLEL])  # split while it was
-    for handle in handles:
-        handle.remove()
-    for stack in stacks:
-        vars(stack.model).pop(GRIDS, None)
-    if watched is not None:
-        watched.stop()
+@dataclass(frozen=True)
+class _Taken:
+    """What was changed in a model. changed: modules, with their processors before and now."""
 
+    pipeline: Any
+    changed: list[tuple[Any, Any, Any]]
+    handles: list[Any]
+    stacks: list[Stack]
+    watched: SchedulerClock | None
 
-def _notes(
-    pipeline: Any,
-    watched: SchedulerClock | None,
-    stacks: list[Stack],
-    changed: list[tuple[Any, Any, Any]],
-) -> list[str]:
-    notes = []
-    if watched is not None and pipeline.scheduler is not watched.scheduler:
-        notes.append("the pipeline has another scheduler now; accelerate it again to follow that")
-    lost = sum(not is_accelerated(module.processor) for module, _, _ in changed)
-    if lost:
-        notes.append(f"{lost} attention processors were replaced since; accelerate again")
-    maps = {stack.tokens.map.grid for stack in stacks if stack.tokens.map is not None}
-    if maps:
-        shown = ", ".join("×".join(map(str, grid)) for grid in sorted(maps))
-        notes.append(f"grids of visual tokens: {shown}, in order {stacks[0].tokens.order!r}")
-    return notes
+    def give_back(self) -> None:
+        for module, before, mine in self.changed:
+            if module.processor is mine:  # otherwise the user has changed it since
+                module.processor = before
+                give_back(mine, before)
+        for handle in self.handles:
+            handle.remove()
+        for stack in self.stacks:
+            vars(stack.model).pop(GRIDS, None)
+        if self.watched is not None:
+            self.watched.stop()
+
+    def notes(self) -> list[str]:
+        notes = []
+        if self.watched is not None and self.pipeline.scheduler is not self.watched.scheduler:
+            notes.append(
+                "the pipeline has another scheduler now; accelerate it again to follow that"
+            )
+        if lost := sum(not is_accelerated(module.processor) for module, _, _ in self.changed):
+            notes.append(f"{lost} attention processors were replaced since; accelerate again")
+        tokens = [stack.tokens for stack in self.stacks]
+        if grids := {known.map.grid for known in tokens if known.map is not None}:
+            shown = ", ".join("×".join(map(str, grid)) for grid in sorted(grids))
+            notes.append(f"grids of visual tokens: {shown}, in order {tokens[0].order!r}")
+        return notes

@@ -1,10 +1,9 @@
 """diffusers' attention dispatch: the backend name `sparge`, and processors that go to a route.
 
 diffusers has no public way to add a backend, so its enum is extended, as other libraries do. A
-backend gets tensors and no module. Attention processors are therefore replaced by copies: the route
-of the module is set around their call (`routed`), and a second backend only hands the call over to
-it. A copy has a generated subclass of the processor's class, with the same signature, because
-diffusers filters arguments by it.
+backend gets no module, so processors are replaced by copies, which set the route of their module
+around a call (`routed`); a second backend hands the call over to it. A copy has a generated
+subclass with the same signature, because diffusers filters arguments by it.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from diffusers.models import attention_dispatch as dispatch
@@ -23,13 +23,13 @@ from ...values.recipe import DEFAULT
 from ..modules import SDPA
 from ..route import Intercept, Route, SdpaCall, running
 from ..site import Site
-from .context_parallel import attend_parallel, heads_last
+from .context_parallel import attend_parallel, heads_first, heads_last
 
 NAME, RELAY = "sparge", "_sparge_relay"
 DISPATCH = "dispatch_attention_fn"
 BACKEND = "_attention_backend"
 PARALLEL = "_parallel_config"
-_ROUTE, _INTERCEPT, _OWN = "_sparge_route", "_sparge_intercept", "_sparge_own"
+_ROUTE, _INTERCEPT = "_sparge_route", "_sparge_intercept"
 
 _ANYWHERE = Route(Site('set_attention_backend("sparge")', DEFAULT))
 """For a model that chose the name itself and was not accelerated: self- and joint attention is
@@ -52,17 +52,12 @@ def register() -> None:
     """Make both names known to diffusers; harmless to repeat."""
     registry = dispatch._AttentionBackendRegistry
     for value, route_of in ((NAME, lambda: _ANYWHERE), (RELAY, _running)):
-        if value not in {each.value for each in dispatch.AttentionBackendName}:
+        if value not in {member.value for member in dispatch.AttentionBackendName}:
             registry.register(
                 _add_member(value),
                 constraints=[dispatch._check_device, dispatch._check_shape],
                 supports_context_parallel=True,
             )(_backend(route_of))
-
-
-def relay_member() -> Any:
-    register()
-    return dispatch.AttentionBackendName(RELAY)
 
 
 def _add_member(value: str) -> Any:
@@ -101,8 +96,7 @@ def _backend(route_of: Callable[[], Route]) -> Callable[..., Tensor]:
         )
         if getattr(_parallel_config, "context_parallel_config", None) is not None:
             return attend_parallel(route_of(), call, _parallel_config)
-        query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
-        return heads_last(route_of().serve(call._replace(query=query, key=key, value=value)))
+        return heads_last(route_of().serve(heads_first(call)))
 
     return attend
 
@@ -114,15 +108,17 @@ def _running() -> Route:
     return route
 
 
+@dataclass(frozen=True)
 class OwnBackend:
-    """The attention that a processor had: its backend, or the one that is active."""
+    """The attention that a processor had, or was given since: its backend; None is the active one.
 
-    def __init__(self, backend: Any) -> None:
-        # A processor that was set to our name is served by the one that was active before.
-        self.backend = None if backend in (NAME, RELAY) else backend
+    A processor that was set to our name is served by the one that was active before.
+    """
+
+    backend: Any
 
     def now(self) -> Any:
-        if self.backend is not None:
+        if self.backend not in (None, NAME, RELAY):
             return self.backend
         active, _ = dispatch._AttentionBackendRegistry.get_active_backend()
         return dispatch.AttentionBackendName.NATIVE if active in (NAME, RELAY) else active
@@ -147,14 +143,13 @@ def attention_call(processor: Any) -> str:
 
 def accelerated(processor: Any, route: Route) -> Any:
     """A copy of a processor whose attention goes to the route."""
-    mine = copy.copy(processor)
-    own = vars(mine).pop(BACKEND, None)
     kind: Any = type(processor)
-    mine.__class__ = _accelerated_class(kind, attention_call(processor))
+    how, mine = attention_call(processor), copy.copy(processor)
+    vars(mine).pop(BACKEND, None)
+    mine.__class__ = _accelerated_class(kind, how)
     setattr(mine, _ROUTE, route)
-    if attention_call(processor) == "dispatch":
-        setattr(mine, _OWN, own if own is not None else getattr(type(processor), BACKEND, None))
-        route.own = OwnBackend(getattr(mine, _OWN))
+    if how == "dispatch":
+        route.own = OwnBackend(getattr(processor, BACKEND))
     else:
         setattr(mine, _INTERCEPT, Intercept(route))
     return mine
@@ -164,9 +159,13 @@ def is_accelerated(processor: Any) -> bool:
     return _ROUTE in vars(processor)
 
 
-def own_backend(processor: Any) -> Any:
-    """The backend that was chosen for an accelerated processor, before or since."""
-    return vars(processor).get(_OWN)
+def give_back(processor: Any, before: Any) -> None:
+    """Let the processor before have what was chosen for an accelerated one."""
+    own = processor._sparge_route.own
+    if own is not None and own.backend is not None:
+        setattr(before, BACKEND, own.backend)
+    if PARALLEL in vars(processor):
+        setattr(before, PARALLEL, vars(processor)[PARALLEL])
 
 
 @functools.cache
@@ -181,12 +180,12 @@ def _accelerated_class(kind: Any, how: str) -> Any:
     members: dict[str, Any] = {"__call__": call, "__reduce_ex__": _reduce}
     if dispatches:
         # `set_attention_backend` sets what dense parts use; it must not switch sparge off.
-        members[BACKEND] = property(lambda self: relay_member(), _set_backend)
+        relay = dispatch.AttentionBackendName(RELAY)
+        members[BACKEND] = property(lambda self: relay, _set_backend)
     return type(f"Sparge{kind.__name__}", (kind,), members)
 
 
 def _set_backend(self: Any, backend: Any) -> None:
-    setattr(self, _OWN, backend)
     self._sparge_route.own = OwnBackend(backend)
 
 

@@ -17,7 +17,6 @@ queries over the keys of all, which diffusers' ring gathers in full, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from ...values.recipe import Recipe, recipe_with_protected
 from ..route import GRADIENT, Route, SdpaCall, wants_gradient
-from ..tokens import Placed, TokenMap, absolute_ranges, ranges_of
+from ..tokens import absolute_ranges, ranges_of
 from ..ulysses import (
     GATHERED,
     ULYSSES,
@@ -38,7 +37,6 @@ from ..ulysses import (
     order_within,
     places_in_ring,
     share_heads,
-    to_sequence,
 )
 
 UNKNOWN_SPLIT = "tokens that are split over the processes in a way that is not known"
@@ -56,38 +54,23 @@ def attend_parallel(route: Route, call: SdpaCall, config: Any) -> Any:
         if getattr(call, name):
             raise ValueError(f"{name} must be False under diffusers' context parallelism, got True")
     if wants_gradient(call.query, call.key, call.value):
-        return _own_parallel(route, call, config)
+        # diffusers' own parallel attention, which has a gradient for some backends.
+        own: Any = route.own
+        backend = dispatch.AttentionBackendName.NATIVE if own is None else own.now()
+        given = {**call.options, "backend": backend, "parallel_config": config}
+        out = dispatch.dispatch_attention_fn(call.query, call.key, call.value, **given)
+        route.site.note_own(GRADIENT, 0.0, 0)
+        return out
     split = config.context_parallel_config
     if split.ring_degree > 1:
         return attend_ring(route, call, split)
     share = share_heads(call.query.shape[2], split._ulysses_local_rank, split.ulysses_degree)
     serve = partial(_serve_heads, route, split, share, call.query.shape[1])
     result = dispatch._templated_context_parallel_attention(
-        call.query,
-        call.key,
-        call.value,
-        **call.options,
-        return_lse=call.return_lse,
-        forward_op=serve,
-        backward_op=_no_backward,
-        _parallel_config=config,
+        **call._asdict(), forward_op=serve, backward_op=None, _parallel_config=config
     )
     route.site.tally.add_parallel(ULYSSES)
     return result
-
-
-def _own_parallel(route: Route, call: SdpaCall, config: Any) -> Any:
-    """diffusers' own parallel attention, counted, which has a gradient for some backends."""
-    own: Any = route.own
-    backend = dispatch.AttentionBackendName.NATIVE if own is None else own.now()
-    given = {**call.options, "backend": backend, "parallel_config": config}
-    out = dispatch.dispatch_attention_fn(call.query, call.key, call.value, **given)
-    route.site.note_own(GRADIENT, 0.0, 0)
-    return out
-
-
-def _no_backward(*_: Any, **__: Any) -> Any:
-    raise AssertionError("calls that want a gradient take diffusers' own attention")
 
 
 # --- which tokens and heads a process has -------------------------------------------------------
@@ -96,14 +79,11 @@ def _no_backward(*_: Any, **__: Any) -> Any:
 def split_of(route: Route, L: int, world: int) -> Shards | None:
     """How the L tokens of self-attention are split over the ranks; None where nothing is known."""
     found = None if route.tokens is None else route.tokens.map_of(L)
-    return None if found is None else Shards(_streams(found, L), world)
-
-
-def _streams(found: TokenMap, L: int) -> tuple[int, ...]:
-    """What a model splits apart: text, and the visual tokens with what stands behind them."""
-    start = found.start(L)
-    assert start is not None, "a map is found by its number of tokens"
-    return (start, L - start) if start else (prod(found.grid), L - prod(found.grid))
+    if found is None:
+        return None
+    # What a model splits apart: text, and the visual tokens with what stands behind them.
+    first = found.start(L) or prod(found.grid)
+    return Shards((first, L - first), world)
 
 
 def mask_of_heads(mask: Tensor | None, share: HeadShare, Lq: int, Lk: int) -> Tensor | None:
@@ -124,8 +104,13 @@ def mask_of_heads(mask: Tensor | None, share: HeadShare, Lq: int, Lk: int) -> Te
 def rows_of(result: Any, index: Tensor) -> Any:
     """Some rows, in this order, of an output `[B, H, L, D]`, or of `(out, lse)`."""
     if isinstance(result, tuple):
-        return tuple(x.index_select(2, index) for x in result)
+        return tuple(rows_of(x, index) for x in result)
     return result.index_select(2, index)
+
+
+def heads_first(call: SdpaCall) -> SdpaCall:
+    """A call of tensors `[B, L, H, D]`, as diffusers has them, with `[B, H, L, D]`."""
+    return call.map(lambda x: x.permute(0, 2, 1, 3))
 
 
 def heads_last(result: Any) -> Any:
@@ -151,19 +136,15 @@ def _serve_heads(
     call = SdpaCall(*given)
     Lq, Lk = call.query.shape[1], call.key.shape[1]
     mask = mask_of_heads(call.attn_mask, share, Lq, Lk)
-    query, key, value = (x.permute(0, 2, 1, 3) for x in (call.query, call.key, call.value))
-    call = call._replace(query=query, key=key, value=value, attn_mask=mask)
+    call = heads_first(call)._replace(attn_mask=mask)
     shards = split_of(route, Lq, world) if Lq == Lk else None
     if shards is not None and shards.held_by(rank, rank + 1) != local:
         return heads_last(route.run_own(UNKNOWN_SPLIT, call))
     if shards is None or shards.in_order:
         return heads_last(route.serve(call, share=share))
-    index = to_sequence(shards, query.device)
-    query, key, value = (x.index_select(2, index) for x in (query, key, value))
-    mask = _in_order(mask, index)
-    call = call._replace(query=query, key=key, value=value, attn_mask=mask)
-    result = route.serve(call, share=share)
-    return heads_last(rows_of(result, to_sequence(shards, query.device, back=True)))
+    index, back = order_within(shards, 0, world, None, call.query.device)
+    call = call.map(lambda x: rows_of(x, index))._replace(attn_mask=_in_order(mask, index))
+    return heads_last(rows_of(route.serve(call, share=share), back))
 
 
 def _in_order(mask: Tensor | None, index: Tensor) -> Tensor | None:
@@ -177,124 +158,84 @@ def _in_order(mask: Tensor | None, index: Tensor) -> Tensor | None:
 # --- the ring -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Ring:
-    """One place in a ring whose places are groups of `processes` processes."""
-
-    group: Any
-    rank: int
-    world: int
-    processes: int
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The ranks, of all processes, whose tokens are at this place."""
-        return self.rank * self.processes, (self.rank + 1) * self.processes
-
-
 def attend_ring(route: Route, call: SdpaCall, split: Any) -> Any:
-    """Attention of this process' part of a sequence in a ring, with Ulysses inside or without.
-
-    The call's tensors are `[B, L, H, D]`; returns the output, or `(out, lse)` with the LSE
-    `[B, L, H]`.
-    """
-    query, key, value = call.query, call.key, call.value
-    degree, heads, keys = split.ulysses_degree, query.shape[2], key.shape[1]
-    within = split._ulysses_mesh.get_group() if degree > 1 else None
-    share = HeadShare(0, heads, heads)
+    """The same in a ring, with Ulysses inside or without."""
+    degree, heads, keys = split.ulysses_degree, call.query.shape[2], call.key.shape[1]
+    if heads % degree:
+        raise ValueError(
+            f"heads must divide by ulysses_degree {degree} in a ring, got {heads} heads"
+        )
+    share = share_heads(heads, split._ulysses_local_rank, degree)
     if degree > 1:
-        if heads % degree:
-            raise ValueError(
-                f"heads must divide by ulysses_degree {degree} in a ring, got {heads} heads"
-            )
-        share = share_heads(heads, split._ulysses_local_rank, degree)
-        query, key, value = (_exchange(x, within, 2, 1) for x in (query, key, value))
-    query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
-    call = call._replace(query=query, key=key, value=value)
-    ring = _Ring(split._ring_mesh.get_group(), split._ring_local_rank, split.ring_degree, degree)
-    lengths = _agree(ring, query, key, own=route.site.recipe_now() is None)
-    totals = (sum(q for q, _ in lengths), sum(k for _, k in lengths))
-    recipe, reason = route.decide(call, share=share, lengths=totals)
-    shards = None
-    if totals[0] == totals[1]:
-        shards = split_of(route, totals[0], ring.world * ring.processes)
-        reason = reason or _why_unknown_split(shards, ring, lengths)
+        call = call.map(lambda x: _exchange(x, split, 2, 1))
+    call, group = heads_first(call), split._ring_mesh.get_group()
+    q_lengths, k_lengths = _agree(group, call, own=route.site.recipe_now() is None)
+    L, n_keys = sum(q_lengths), sum(k_lengths)
+    recipe, reason = route.decide(call, share=share, lengths=(L, n_keys))
+    shards = split_of(route, L, split.ring_degree * degree) if n_keys == L else None
+    if shards is not None:
+        known = [shards.held_by(i * degree, (i + 1) * degree) for i in range(split.ring_degree)]
+        reason = reason or ("" if known == q_lengths else UNKNOWN_SPLIT)
     if call.attn_mask is not None:
         reason = reason or MASKED
     if recipe is None or reason:
-        mask = _whole_mask(call.attn_mask, split, share, keys, lengths, ring)
-        sizes = [k for _, k in lengths]
-        key, value = (gather_parts(x, 2, sizes, ring.group) for x in (key, value))
+        mask = _whole_mask(call.attn_mask, split, keys, k_lengths)
+        mask = mask_of_heads(mask, share, call.lengths[0], n_keys)
+        key, value = (gather_parts(x, 2, k_lengths, group) for x in (call.key, call.value))
         result = route.run_own(reason, call._replace(key=key, value=value, attn_mask=mask))
         route.site.tally.add_parallel(GATHERED)
     else:
-        result = _select_once(route, call, recipe, shards, ring)
+        result = _select_once(route, call, recipe, shards, split)
     result = heads_last(result)
-    out, lse = result if call.return_lse else (result, None)
-    if degree > 1:
-        out = _exchange(out, within, 1, 2)
-        lse = None if lse is None else _exchange(lse[..., None], within, 1, 2)[..., 0]
-    return out if lse is None else (out, lse)
+    if degree == 1:
+        return result
+    if not call.return_lse:
+        return _exchange(result, split, 1, 2)
+    out, lse = result
+    return _exchange(out, split, 1, 2), _exchange(lse[..., None], split, 1, 2)[..., 0]
 
 
 def _select_once(
-    route: Route, call: SdpaCall, recipe: Recipe, shards: Shards | None, ring: _Ring
+    route: Route, call: SdpaCall, recipe: Recipe, shards: Shards | None, split: Any
 ) -> Any:
+    """`sparge.parallel.ring_attention`; its tokens in order, where it is known how they are split,
+    and the recipe's protected ranges and those of text where the ring has them."""
     back = None
-    query, key, value = call.query, call.key, call.value
     if shards is not None:
+        assert route.tokens is not None
         L = sum(shards.streams)
-        placed = None if route.tokens is None else route.tokens.place(L)
-        recipe = _protected(route, recipe, shards, ring, placed)
+        placed = route.tokens.place(L)
+        if ranges := [*absolute_ranges(recipe.protect, L), *route.tokens.protected(L)]:
+            places = places_in_ring(shards, split.ring_degree, placed)
+            chosen = torch.cat([places[a:b] for a, b in ranges]).unique()
+            recipe = recipe_with_protected(recipe, ranges_of(chosen))
         if placed is not None:
-            index = order_within(shards, *ring.span, placed, query.device, back=False)
-            back = order_within(shards, *ring.span, placed, query.device, back=True)
-            query, key, value = (x.index_select(2, index) for x in (query, key, value))
-    given = {"group": ring.group, "scale": call.scale, "return_lse": call.return_lse}
-    out, lse = route.site.attend_ring(query, key, value, recipe=recipe, **given)
+            first, n = split._ring_local_rank * split.ulysses_degree, split.ulysses_degree
+            index, back = order_within(shards, first, first + n, placed, call.query.device)
+            call = call.map(lambda x: rows_of(x, index))
+    given = {"recipe": recipe, "scale": call.scale, "return_lse": call.return_lse}
+    group = split._ring_mesh.get_group()
+    out, lse = route.site.attend_ring(*call[:3], group=group, **given)
     result = (out, lse) if call.return_lse else out
     return result if back is None else rows_of(result, back)
 
 
-def _protected(
-    route: Route, recipe: Recipe, shards: Shards, ring: _Ring, placed: Placed | None
-) -> Recipe:
-    """The recipe whose protected ranges, and those of text, are where the ring has them."""
-    L = sum(shards.streams)
-    ranges = absolute_ranges(recipe.protect, L)
-    if route.tokens is not None:
-        ranges += route.tokens.protected(L)
-    if not ranges:
-        return recipe
-    places = places_in_ring(shards, ring.world, placed)
-    chosen = torch.cat([places[a:b] for a, b in ranges]).unique()
-    return recipe_with_protected(recipe, ranges_of(chosen))
-
-
-def _why_unknown_split(shards: Shards | None, ring: _Ring, lengths: list[tuple[int, int]]) -> str:
-    if shards is None:
-        return ""
-    n = ring.processes
-    known = [shards.held_by(rank * n, (rank + 1) * n) for rank in range(ring.world)]
-    return "" if known == [q for q, _ in lengths] else UNKNOWN_SPLIT
-
-
-def _agree(ring: _Ring, query: Tensor, key: Tensor, *, own: bool) -> list[tuple[int, int]]:
-    """Queries and keys of every rank; raises on all of them if some want their own attention.
+def _agree(group: Any, call: SdpaCall, *, own: bool) -> tuple[list[int], list[int]]:
+    """Numbers of queries and of keys of every rank; raises on all if some want their own attention.
 
     Ranks that go different ways would wait for each other until the group's time-out.
     """
-    mine = torch.tensor([query.shape[2], key.shape[2], own], device=query.device)
-    parts = [torch.empty_like(mine) for _ in range(ring.world)]
-    dist.all_gather(parts, mine, group=ring.group)
-    rows = torch.stack(parts).tolist()
-    if len({int(row[2]) for row in rows}) > 1:
-        ways = [f"rank {i} its own" if row[2] else f"rank {i} sparse" for i, row in enumerate(rows)]
+    mine = torch.tensor([*call.lengths, own], device=call.query.device)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    queries, keys, owns = torch.stack(parts).T.tolist()
+    if len({*owns}) > 1:
+        ways = [f"rank {i} {'its own' if own else 'sparse'}" for i, own in enumerate(owns)]
         raise RuntimeError(
             f"the processes of a ring must run one kind of attention, got {', '.join(ways)}; give "
             "all of them the same recipe, schedule and context"
         )
-    return [(int(row[0]), int(row[1])) for row in rows]
+    return queries, keys
 
 
 def gather_parts(x: Tensor, dim: int, sizes: list[int], group: Any) -> Tensor:
@@ -309,29 +250,20 @@ def gather_parts(x: Tensor, dim: int, sizes: list[int], group: Any) -> Tensor:
     return torch.cat([part.narrow(dim, 0, size) for part, size in pairs], dim)
 
 
-def _whole_mask(
-    mask: Tensor | None,
-    split: Any,
-    share: HeadShare,
-    keys: int,
-    lengths: list[tuple[int, int]],
-    ring: _Ring,
-) -> Tensor | None:
-    """The mask of this place's queries over the keys of all; one of this process' keys is gathered.
+def _whole_mask(mask: Tensor | None, split: Any, keys: int, k_lengths: list[int]) -> Tensor | None:
+    """A mask over the keys of all; one of this process' keys is gathered.
 
     keys: of this process alone, before Ulysses.
     """
-    if mask is None:
-        return None
-    sizes = [k for _, k in lengths]
-    if mask.shape[-1] == keys != sum(sizes):
-        if ring.processes > 1:  # an equal split: diffusers has no other with both
-            sizes = [keys] * (ring.world * ring.processes)
-        mask = gather_parts(mask, mask.dim() - 1, sizes, split._flattened_mesh.get_group())
-    return mask_of_heads(mask, share, lengths[ring.rank][0], sum(k for _, k in lengths))
+    if mask is None or mask.shape[-1] != keys or keys == sum(k_lengths):
+        return mask
+    if split.ulysses_degree > 1:  # an equal split: diffusers has no other with both
+        k_lengths = [keys] * (split.ring_degree * split.ulysses_degree)
+    return gather_parts(mask, mask.dim() - 1, k_lengths, split._flattened_mesh.get_group())
 
 
-def _exchange(x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
-    """All heads of some tokens to some heads of more tokens, or back."""
+def _exchange(x: Tensor, split: Any, scatter: int, gather: int) -> Tensor:
+    """All heads of some tokens to some heads of more tokens, or back, by Ulysses."""
+    group = split._ulysses_mesh.get_group()
     made: Tensor = dispatch._all_to_all_dim_exchange(x.contiguous(), scatter, gather, group)
     return made

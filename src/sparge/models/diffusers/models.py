@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt, prod
 from typing import Any
 
@@ -39,8 +40,7 @@ class Rule:
     result: where a block's result holds the hidden states; None if it is them.
     rotary, rotary_dim: names of the argument of a block with tables of positions, and their
     dimension of tokens; a pair of tensors. rotary_text: the tables begin with the tokens before
-    the grid.
-    rotary_parts: how many of the pair are of visual tokens.
+    the grid. rotary_parts: how many of the pair are of visual tokens.
     cross: attention modules of a block that attend to text, where they do not say so themselves.
     """
 
@@ -79,16 +79,8 @@ HARMLESS = {
 A block that has others, of a later diffusers, gets its tokens as they are."""
 
 
-def _none(given: ForwardArguments, *names: str) -> bool:
+def _without(names: tuple[str, ...], model: Any, given: ForwardArguments) -> bool:
     return all(given.get(name) is None for name in names)
-
-
-def _no_controlnet(model: Any, given: ForwardArguments) -> bool:
-    return _none(given, "controlnet_block_samples", "controlnet_single_block_samples")
-
-
-def _all_blocks_alike(model: Any, given: ForwardArguments) -> bool:
-    return _none(given, "block_controlnet_hidden_states", "skip_layers")
 
 
 def _one_timestep(model: Any, given: ForwardArguments) -> bool:
@@ -103,36 +95,30 @@ def _all_frames_alike(model: Any, given: ForwardArguments) -> bool:
 
 def _all_pictures_alike(model: Any, given: ForwardArguments) -> bool:
     """Reference pictures may have a timestep of their own."""
-    return _none(given, "controlnet_block_samples") and not model.config.zero_cond_t
+    return given.get("controlnet_block_samples") is None and not model.config.zero_cond_t
 
 
-def _patches(model: Any, given: ForwardArguments, *, frames_first: bool = False) -> Grid:
-    """The grid of `[B, C, T, H, W]` (or `[B, C, H, W]`) latents cut into patches."""
-    sizes = given["hidden_states"].shape
-    patch = model.config.patch_size
+def _latents(
+    model: Any, given: ForwardArguments, *, frames_first: bool = False, **around: None
+) -> TokenMap:
+    """The tokens of `[B, C, T, H, W]` (or `[B, C, H, W]`) latents cut into patches.
+
+    around: `before` or `after`, where there is text.
+    """
+    sizes, patch = given["hidden_states"].shape, model.config.patch_size
     if len(sizes) == 4:
-        return 1, sizes[2] // patch, sizes[3] // patch
-    T = sizes[1] if frames_first else sizes[2]
+        return TokenMap((1, sizes[2] // patch, sizes[3] // patch), **around)
     if isinstance(patch, int):
-        p_t = getattr(model.config, "patch_size_t", None) or 1
-        patch = (p_t, patch, patch)
-    return -(-T // patch[0]), sizes[3] // patch[1], sizes[4] // patch[2]
+        patch = (getattr(model.config, "patch_size_t", None) or 1, patch, patch)
+    T = sizes[1] if frames_first else sizes[2]
+    return TokenMap((-(-T // patch[0]), sizes[3] // patch[1], sizes[4] // patch[2]), **around)
 
 
-def _visual_only(model: Any, given: ForwardArguments) -> TokenMap:
-    return TokenMap(_patches(model, given))
-
-
-def _text_behind(model: Any, given: ForwardArguments) -> TokenMap:
-    return TokenMap(_patches(model, given), after=None)
-
-
-def _cogvideox(model: Any, given: ForwardArguments) -> TokenMap:
-    return TokenMap(_patches(model, given, frames_first=True), before=None)
+_text_behind = partial(_latents, after=None)
 
 
 def _latte(model: Any, given: ForwardArguments) -> TokenMap:
-    _, H, W = _patches(model, given)
+    _, H, W = _latents(model, given).grid
     return TokenMap((1, H, W))
 
 
@@ -150,10 +136,7 @@ def _qwen(model: Any, given: ForwardArguments) -> TokenMap | str:
     first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
     T, H, W = first[0]
     # Reference pictures stand behind the one that is made.
-    return TokenMap((T, H, W), before=None, after=sum(prod(each) for each in first[1:]))
-
-
-def _nothing() -> None: ...
+    return TokenMap((T, H, W), before=None, after=sum(map(prod, first[1:])))
 
 
 GRIDS = "_sparge_grids"
@@ -169,20 +152,20 @@ class GridsById:
     """
 
     def __init__(self) -> None:
-        self.tensor: Callable[[], Any] = _nothing
+        self.read: weakref.ref[Tensor] | None = None
         self.by_tokens: dict[int, Grid] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"by_tokens": dict(self.by_tokens), "tensor": _nothing}
+        return {"by_tokens": dict(self.by_tokens), "read": None}
 
     def grid_of(self, ids: Tensor) -> Grid:
         n = int(ids.shape[-2])
         if torch.compiler.is_compiling():
             side = isqrt(n)
             return self.by_tokens.get(n, (1, side, side) if side * side == n else (1, 1, n))
-        if self.tensor() is not ids:
+        if self.read is None or self.read() is not ids:
             self.by_tokens[n] = _read_grid(ids)
-            self.tensor = weakref.ref(ids)
+            self.read = weakref.ref(ids)
         return self.by_tokens[n]
 
 
@@ -205,69 +188,40 @@ def _flux(model: Any, given: ForwardArguments) -> TokenMap | str:
     return TokenMap(grids.grid_of(given["img_ids"]), before=text, after=None)
 
 
-FLUX = Rule(
-    ("transformer_blocks", "single_transformer_blocks"),
-    _flux,
-    once=_no_controlnet,
-    result=1,
-    rotary=("image_rotary_emb",),
-    rotary_text=True,
-)
-WAN = Rule(
-    ("blocks",),
-    _visual_only,
-    once=_one_timestep,
-    rotary=("rotary_emb",),
-    rotary_dim=1,
-)
+BLOCKS = ("transformer_blocks",)
+WITH_SINGLE = (*BLOCKS, "single_transformer_blocks")
+ROTARY = ("image_rotary_emb",)
+_no_controlnet = partial(_without, ("controlnet_block_samples", "controlnet_single_block_samples"))
+_all_blocks_alike = partial(_without, ("block_controlnet_hidden_states", "skip_layers"))
 RULES = {
     "CogVideoXTransformer3DModel": Rule(
-        ("transformer_blocks",), _cogvideox, result=0, rotary=("image_rotary_emb",)
+        BLOCKS, partial(_latents, frames_first=True, before=None), result=0, rotary=ROTARY
     ),
-    "MochiTransformer3DModel": Rule(
-        ("transformer_blocks",), _text_behind, result=0, rotary=("image_rotary_emb",)
+    "MochiTransformer3DModel": Rule(BLOCKS, _text_behind, result=0, rotary=ROTARY),
+    "FluxTransformer2DModel": Rule(
+        WITH_SINGLE, _flux, once=_no_controlnet, result=1, rotary=ROTARY, rotary_text=True
     ),
-    "FluxTransformer2DModel": FLUX,
-    "ChromaTransformer2DModel": Rule(FLUX.blocks, _flux, once=never),
-    "Flux2Transformer2DModel": Rule(FLUX.blocks, _flux, once=never),
-    "SD3Transformer2DModel": Rule(
-        ("transformer_blocks",),
-        _text_behind,
-        once=_all_blocks_alike,
-        result=1,
-    ),
+    "ChromaTransformer2DModel": Rule(WITH_SINGLE, _flux, once=never),
+    "Flux2Transformer2DModel": Rule(WITH_SINGLE, _flux, once=never),
+    "SD3Transformer2DModel": Rule(BLOCKS, _text_behind, once=_all_blocks_alike, result=1),
     "HunyuanVideoTransformer3DModel": Rule(
-        ("transformer_blocks", "single_transformer_blocks"),
-        _text_behind,
-        once=_all_frames_alike,
-        result=0,
-        rotary=("freqs_cis", "image_rotary_emb"),
+        WITH_SINGLE, _text_behind, once=_all_frames_alike, result=0, rotary=("freqs_cis", *ROTARY)
     ),
-    "WanTransformer3DModel": WAN,
-    "SkyReelsV2Transformer3DModel": Rule(WAN.blocks, _visual_only, once=never),
-    "WanVACETransformer3DModel": Rule(("blocks", "vace_blocks"), _visual_only, once=never),
+    "WanTransformer3DModel": Rule(
+        ("blocks",), _latents, once=_one_timestep, rotary=("rotary_emb",), rotary_dim=1
+    ),
+    "SkyReelsV2Transformer3DModel": Rule(("blocks",), _latents, once=never),
+    "WanVACETransformer3DModel": Rule(("blocks", "vace_blocks"), _latents, once=never),
     "LTXVideoTransformer3DModel": Rule(
-        ("transformer_blocks",),
-        _ltx,
-        once=_one_timestep,
-        rotary=("image_rotary_emb",),
-        rotary_dim=1,
-        cross=("attn2",),
+        BLOCKS, _ltx, once=_one_timestep, rotary=ROTARY, rotary_dim=1, cross=("attn2",)
     ),
     "QwenImageTransformer2DModel": Rule(
-        ("transformer_blocks",),
-        _qwen,
-        once=_all_pictures_alike,
-        result=1,
-        rotary=("image_rotary_emb",),
-        rotary_parts=1,
+        BLOCKS, _qwen, once=_all_pictures_alike, result=1, rotary=ROTARY, rotary_parts=1
     ),
-    "AllegroTransformer3DModel": Rule(("transformer_blocks",), _visual_only, once=never),
-    "LatteTransformer3DModel": Rule(
-        ("transformer_blocks", "temporal_transformer_blocks"), _latte, once=never
-    ),
-    "PixArtTransformer2DModel": Rule(("transformer_blocks",), _visual_only),
-    "DiTTransformer2DModel": Rule(("transformer_blocks",), _visual_only),
+    "AllegroTransformer3DModel": Rule(BLOCKS, _latents, once=never),
+    "LatteTransformer3DModel": Rule((*BLOCKS, "temporal_transformer_blocks"), _latte, once=never),
+    "PixArtTransformer2DModel": Rule(BLOCKS, _latents),
+    "DiTTransformer2DModel": Rule(BLOCKS, _latents),
 }
 """By the name of the class."""
 
@@ -277,9 +231,8 @@ def _picture(model: Any, given: ForwardArguments) -> TokenMap:
     return TokenMap((1, H, W))
 
 
-IN_UNET = Rule(("transformer_blocks",), _picture)
+IN_UNET = Rule(BLOCKS, _picture)
 """A `Transformer2DModel` inside a UNet; each has a grid of its own."""
-IN_UNETS = ("Transformer2DModel",)
 UNETS = (
     "UNet2DConditionModel",
     "UNet2DModel",

@@ -15,10 +15,10 @@ from torch import nn
 
 from ..site import Site
 from ..tokens import Placed, TokenMap, Tokens
+from .backend import PARALLEL
 from .models import HARMLESS, ForwardArguments, Rule, never
 
 ROW = "row"
-UNKNOWN = "its tokens are not known: "
 
 
 class Stack:
@@ -31,8 +31,8 @@ class Stack:
 
     def __init__(self, model: nn.Module, rule: Rule, tokens: Tokens) -> None:
         self.model, self.rule, self.tokens = model, rule, tokens
-        lists = [getattr(model, name, None) for name in rule.blocks]
-        self.blocks = [block for each in lists if each is not None for block in each]
+        lists = [getattr(model, name, None) or () for name in rule.blocks]
+        self.blocks = [block for blocks in lists for block in blocks]
         self.names = _parameters(model)
         known = HARMLESS.union(rule.rotary)
         self.may_permute = rule.once is not never and all(
@@ -41,7 +41,6 @@ class Stack:
         self.sites: list[tuple[int, Site]] = []
         self.first, self.last, self.once = 0, -1, False
         self.rotary: tuple[Any, Any] = (None, None)
-        self.placed: Placed | None = None
 
     def add(self, module: nn.Module, site: Site) -> bool:
         """Take a site, if its module is inside one of the blocks."""
@@ -72,14 +71,15 @@ class Stack:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before the denoiser runs: what its tokens are."""
         given, tokens = _by_name(self.names, args, kwargs), self.tokens
-        tokens.permuted, tokens.map, tokens.why_own, self.placed = False, None, "", None
+        tokens.permuted, tokens.map, tokens.why_own = False, None, ""
         self.rotary = (None, None)
         found = self.rule.tokens(self.model, given)
         if isinstance(found, str):
-            tokens.why_own = UNKNOWN + found
+            tokens.why_own = f"its tokens are not known: {found}"
             self.once = False
             return
         tokens.map = self._checked(found)
+        parallel = getattr(self.model, PARALLEL, None)
         self.once = (
             self.may_permute
             and self.last >= 0
@@ -88,11 +88,14 @@ class Stack:
             # A block that is run again for its gradient would not know where it stands.
             and not torch.is_grad_enabled()
             # Graphs of single blocks cannot tell one another.
-            and (torch.compiler.is_compiling() or not any(map(_is_compiled, self.blocks)))
+            and (
+                torch.compiler.is_compiling()
+                or all(block._compiled_call_impl is None for block in self.blocks)
+            )
             # A cache of block outputs would mix those of permuted and of plain passes.
             and not any(hasattr(block, "_diffusers_hook") for block in self.blocks)
             # Each process has a part of the tokens, and all of them inside attention only.
-            and not _is_split(self.model)
+            and getattr(parallel, "context_parallel_config", None) is None
         )
 
     def _permute(
@@ -104,30 +107,45 @@ class Stack:
         changes: dict[str, Any] = {}
         given = _by_name(names, args, kwargs)
         if i == self.first:
-            found = self.tokens.map
-            assert found is not None
             # Blocks get visual tokens alone; text comes apart from them. What stands behind the
             # grid, such as a reference picture, stays where it is.
-            self.placed = Placed(found.grid, 0, self.tokens.order)
             self.tokens.permuted = True
-            changes["hidden_states"] = self.placed.reorder(given["hidden_states"], dim=1)
+            changes["hidden_states"] = self._placed().reorder(given["hidden_states"], dim=1)
         for name in self.rule.rotary:
             if given.get(name) is not None:
-                changes[name] = _reordered_rotary(self, given[name], given)
+                changes[name] = self._reordered_rotary(given[name], given)
         listed = tuple(changes.get(name, x) for name, x in zip(names, args, strict=False))
         return listed, {name: changes.get(name, x) for name, x in kwargs.items()}
 
+    def _reordered_rotary(self, tables: Any, given: ForwardArguments) -> Any:
+        """The tables of a pass, permuted once: blocks get the same ones."""
+        before, after = self.rotary
+        if before is tables:
+            return after
+        rule = self.rule
+        placed = self._placed(given["encoder_hidden_states"].shape[1] if rule.rotary_text else 0)
+        made = tuple(
+            placed.reorder(table, dim=rule.rotary_dim) if part < rule.rotary_parts else table
+            for part, table in enumerate(tables)
+        )
+        self.rotary = (tables, made)
+        return made
+
     def _restore(self, i: int, module: nn.Module, args: Any, result: Any) -> Any:
         """After block i ran: its tokens restored, if it is the last one."""
-        if not self.tokens.permuted or i != self.last or self.placed is None:
+        if not self.tokens.permuted or i != self.last:
             return None
         self.tokens.permuted = False
         at = self.rule.result
         if at is None:
-            return self.placed.restore(result, dim=1)
+            return self._placed().restore(result, dim=1)
         parts = list(result)
-        parts[at] = self.placed.restore(parts[at], dim=1)
+        parts[at] = self._placed().restore(parts[at], dim=1)
         return tuple(parts)
+
+    def _placed(self, start: int = 0) -> Placed:
+        assert self.tokens.map is not None
+        return Placed(self.tokens.map.grid, start, self.tokens.order)
 
     def _checked(self, found: TokenMap) -> TokenMap:
         """The map of this pass, in which a grid that was given must be the model's."""
@@ -139,33 +157,6 @@ class Stack:
             f"grid {T}×{H}×{W} does not match the tokens of {type(self.model).__name__}: this "
             f"input has {t}×{h}×{w}; leave grid out, it is known for this model"
         )
-
-
-def _reordered_rotary(stack: Stack, given: Any, arguments: ForwardArguments) -> Any:
-    """The tables of a pass, permuted once: blocks get the same ones."""
-    before, after = stack.rotary
-    if before is given:
-        return after
-    rule, placed = stack.rule, stack.placed
-    assert placed is not None
-    start = arguments["encoder_hidden_states"].shape[1] if rule.rotary_text else 0
-    at = Placed(placed.grid, start, placed.order)
-    made = tuple(
-        at.reorder(table, dim=rule.rotary_dim) if part < rule.rotary_parts else table
-        for part, table in enumerate(given)
-    )
-    stack.rotary = (given, made)
-    return made
-
-
-def _is_split(model: nn.Module) -> bool:
-    """Whether diffusers' context parallelism splits the tokens of a model over processes."""
-    config = getattr(model, "_parallel_config", None)
-    return getattr(config, "context_parallel_config", None) is not None
-
-
-def _is_compiled(block: nn.Module) -> bool:
-    return block._compiled_call_impl is not None
 
 
 def _parameters(module: nn.Module) -> list[str]:

@@ -1,8 +1,7 @@
 """The attention function that transformers calls, and the adapter of `sparge.accelerate`.
 
-The masks that come to the function are those of `masks.make_mask`, or the user's. For the adapter,
-the configs of the model are replaced by copies first, because other models may share them; the
-implementation's name is set on the copies.
+Its masks are those of `masks.make_mask`, or the user's. The adapter sets the implementation's name
+on copies of the model's configs, because other models may share them.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,9 @@ from transformers import (
 )
 
 from ...support.errors import Unsupported
-from ...values.recipe import DEFAULT, Recipe
+from ...values.recipe import DEFAULT
 from ..adapters import Found
-from ..route import why_own
+from ..route import SdpaCall, why_own
 from ..site import SITE, Site, site_of
 from ..ulysses import ULYSSES
 from .masks import make_mask, own_by_class, to_attention, to_own
@@ -102,73 +101,39 @@ def attention_forward(
     recipe = site.recipe_now(diagonal_in_mask=in_mask)
     if share is not None and recipe is not None:
         recipe = share.recipe_of(recipe)
-    qkv, left_out = (query, key, value), "" if recipe is not None else site.left_out
-    reason, eager = _why_own(module, qkv, left_out, dropout, kwargs)
-    call = _Call(module, query, key, value, attention_mask, causal, scaling, found)
-    if recipe is None or reason:
-        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-        result = _run_own(site, call, reason, eager=eager, given=given)
-    else:
-        result = _attend(site, call, recipe, sinks=kwargs.get("s_aux")), None
-    return result
-
-
-class _Call(NamedTuple):
-    """A call of the interface. documents: the lengths of those in each sequence, where DeepSpeed
-    gave their positions in place of a mask."""
-
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    documents: list[list[int]] | None
-
-
-def _attend(site: Site, call: _Call, recipe: Recipe, *, sinks: Tensor | None) -> Tensor:
-    """Sparse attention, `[B, Lq, Hq, Dv]`."""
-    query, key, value = call.query, call.key, call.value
-    with_lse = sinks is not None
-    plain: dict[str, Any] = {"scale": call.scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    if call.documents is not None:
-        plain |= {"is_causal": call.is_causal, "recipe": recipe, "with_lse": with_lse}
-        out, lse = attend_documents(site, query, key, value, call.documents, **plain)
-    else:
-        key, value, arguments = to_attention(call.mask, query, key, value, call.is_causal)
-        arguments |= plain
-        made = site.attend(query, key, value, arguments, recipe=recipe, return_lse=with_lse)
-        out, lse = made if with_lse else (made, None)
-    if sinks is not None:
-        # A sink is one more key, with a value of zero.
-        share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-        out = out * share[..., None].to(out.dtype)
-    attended: Tensor = out.transpose(1, 2).contiguous()
-    return attended
-
-
-def _run_own(
-    site: Site, call: _Call, reason: str, *, eager: bool, given: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """The attention that the model had before, counted with the reason."""
-    query, mask = call.query, call.mask
-    if call.documents is not None:
-        mask = document_mask(call.documents, query, is_causal=call.is_causal)
-    function, is_eager = _own_function(call.module, site.own, reason, eager)
-    key, value, whole = to_own(mask, query, call.key, call.value, call.is_causal, is_eager)
-    own = partial(function, call.module, query, key, value, whole, **given)
+    call = SdpaCall(query, key, value, dropout_p=dropout, enable_gqa=True)
+    left_out = "" if recipe is not None else site.left_out
+    reason, eager = _why_own(module, call, left_out, kwargs)
+    if recipe is not None and not reason:
+        sinks = kwargs.get("s_aux")
+        plain = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+        options: dict[str, Any] = {"recipe": recipe, "return_lse": sinks is not None}
+        if found is not None:
+            options |= {"is_causal": causal, **plain}
+            result = attend_documents(site, query, key, value, found, **options)
+        else:
+            key, value, arguments = to_attention(attention_mask, query, key, value, causal)
+            result = site.attend(query, key, value, arguments | plain, **options)
+        if sinks is not None:  # each is one more key, with a value of zero
+            out, lse = result
+            left = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+            result = out * left[..., None].to(out.dtype)
+        return result.transpose(1, 2).contiguous(), None
+    if found is not None:
+        attention_mask = document_mask(found, query, is_causal=causal)
+    function, is_eager = _own_function(module, site.own, reason, eager)
+    key, value, mask = to_own(attention_mask, query, key, value, causal, is_eager)
+    given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+    own: Callable[[], tuple[Tensor, Tensor | None]]
+    own = partial(function, module, query, key, value, mask, **given)
     # Without a mask the first query is at the first key; with one, the last at the last.
-    at_start = mask is None and query.shape[2] > 1
+    at_start = attention_mask is None and query.shape[2] > 1
     offset = 0 if at_start else key.shape[2] - query.shape[2]
-    result: tuple[Tensor, Tensor | None] = site.run_own(
-        reason, own, query, key, is_causal=call.is_causal, offset=offset
-    )
-    return result
+    return site.run_own(reason, own, query, key, is_causal=causal, offset=offset)
 
 
 def _why_own(
-    module: nn.Module, qkv: Sequence[Tensor], left_out: str, dropout: float, kwargs: dict[str, Any]
+    module: nn.Module, call: SdpaCall, left_out: str, kwargs: dict[str, Any]
 ) -> tuple[str, bool]:
     """Why the model's own attention must run ("" if it need not), and whether it must be eager."""
     eager = any(kwargs.get(name) is not None for name in _EAGER_ONLY)
@@ -185,7 +150,7 @@ def _why_own(
     config = getattr(module, "config", None)
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return "output_attentions: sparge never makes the attention weights", True
-    return why_own(*qkv, left_out=left_out, dropout=dropout), eager
+    return why_own(call, left_out=left_out), eager
 
 
 def _own_function(
@@ -330,5 +295,5 @@ def _interface_code(kind: type[nn.Module]) -> CodeType | None:
 def _selects_keys(kind: type[nn.Module]) -> bool:
     """Attention that hands the keys it selected to the interface, by the names of its arguments."""
     code = _interface_code(kind)
-    names = [each for each in (code.co_consts if code else ()) if isinstance(each, tuple)]
-    return any(selection in each for each in names for selection in SELECTIONS)
+    names = [const for const in (code.co_consts if code else ()) if isinstance(const, tuple)]
+    return any(not set(SELECTIONS).isdisjoint(some) for some in names)

@@ -142,7 +142,7 @@ def own_by_class(config_class: type) -> str:
 
 
 def _all_support(config_class: type, what: str) -> bool:
-    return all(getattr(each, f"_supports_{what}", False) for each in _models_of(config_class))
+    return all(getattr(model, f"_supports_{what}", False) for model in _models_of(config_class))
 
 
 @cache
@@ -154,12 +154,12 @@ def _models_of(config_class: type) -> list[type]:
     try:
         model = MODEL_MAPPING[config_class]
     except (KeyError, ImportError, AttributeError, ValueError):
-        queue: list[type] = [PreTrainedModel]
-        for each in queue:
-            queue += each.__subclasses__()
-        return [each for each in queue if getattr(each, "config_class", None) is config_class]
-    models = model if isinstance(model, list | tuple) else [model]
-    return [each for each in models if each is not None]
+        kinds: list[type] = [PreTrainedModel]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        return [kind for kind in kinds if getattr(kind, "config_class", None) is config_class]
+    kinds = model if isinstance(model, list | tuple) else [model]
+    return [kind for kind in kinds if kind is not None]
 
 
 def to_attention(

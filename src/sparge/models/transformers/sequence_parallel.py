@@ -73,10 +73,10 @@ def attend_documents(
     found: list[list[int]],
     *,
     recipe: Recipe | None,
-    with_lse: bool,
+    return_lse: bool,
     **arguments: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Each document by itself, all in one pack: the output, and its LSE `[B, Hq, L]` if wanted.
+) -> Any:
+    """Each document by itself, all in one pack: the output, or with its LSE `[B, Hq, L]`.
 
     Without an LSE, a document of one token needs no attention: its output is its value. Padding may
     be a document for each of its tokens.
@@ -84,20 +84,20 @@ def attend_documents(
     B, Hq, L = query.shape[:3]
     lengths = [n for row in found for n in row]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out, lse = v.repeat_interleave(Hq // value.shape[1], dim=1), None
-    if with_lse:
+    if return_lse:
         cuts = list(accumulate(lengths, initial=0))
         out, lse = site.attend_packed(q, k, v, cuts, recipe=recipe, return_lse=True, **arguments)
         assert lse is not None
-        lse = lse.unflatten(1, (B, L)).transpose(0, 1)
-    elif several := [n for n in lengths if n > 1]:
+        return out.unflatten(0, (B, L)).transpose(1, 2), lse.unflatten(1, (B, L)).transpose(0, 1)
+    out = v.repeat_interleave(Hq // value.shape[1], dim=1)
+    if several := [n for n in lengths if n > 1]:
         rows = torch.tensor(lengths).gt(1).repeat_interleave(torch.tensor(lengths)).nonzero()[:, 0]
         rows = rows.to(query.device)
         cuts = list(accumulate(several, initial=0))
         q, k, v = (x.index_select(0, rows) for x in (q, k, v))
         made, _ = site.attend_packed(q, k, v, cuts, recipe=recipe, **arguments)
         out = out.index_copy(0, rows, made)
-    return out.unflatten(0, (B, L)).transpose(1, 2), lse
+    return out.unflatten(0, (B, L)).transpose(1, 2)
 
 
 def document_mask(found: list[list[int]], query: Tensor, *, is_causal: bool) -> Tensor:
