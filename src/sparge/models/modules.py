@@ -52,14 +52,11 @@ class ModuleAdapter:
     def find(self, model: Any, *, cross_attention: bool = False) -> Found | str:
         if not isinstance(model, nn.Module):
             return "it is no torch module"
-        found, unseen = attention_modules(model)
-        # The model itself has no name among its parts.
-        named = {name or type(model).__name__: why for name, why in unseen.items()}
-        if not found:
-            reasons = "; ".join(f"{name}: {why}" for name, why in list(named.items())[:3])
+        modules, unseen = attention_modules(model)
+        if not modules:
+            reasons = "; ".join(f"{name}: {why}" for name, why in list(unseen.items())[:3])
             return reasons or f"none of its modules calls F.{SDPA}"
-        modules = {name or type(model).__name__: module for name, module in found.items()}
-        return Found(model, modules, named, defaults={"order": HILBERT})
+        return Found(model, modules, unseen, defaults={"order": HILBERT})
 
     def attach(
         self,
@@ -203,6 +200,7 @@ def attention_modules(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str,
     unseen: dict[str, str] = {}
     inside_torch: set[int] = set()
     for name, module in model.named_modules():
+        name = name or type(model).__name__  # the model itself has none among its parts
         if isinstance(module, nn.MultiheadAttention):
             unseen[name] = HIDDEN
             inside_torch |= {id(part) for part in module.modules()}

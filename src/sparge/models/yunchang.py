@@ -113,17 +113,10 @@ class AttentionProcessor:
         """
         _check((q, k, v), **refused)
         query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-        out, _ = self._site.attend_ring(
-            query,
-            key,
-            value,
-            group=group,
-            is_causal=causal,
-            scale=softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-            layout=layout,
-            recipe=self._recipe_of(query.shape[1]),
-        )
+        given = {"group": group, "layout": layout, "is_causal": causal, "scale": softmax_scale}
+        given |= {"enable_gqa": query.shape[1] != key.shape[1]}
+        recipe = self._recipe_of(query.shape[1])
+        out, _ = self._site.attend_ring(query, key, value, recipe=recipe, **given)
         return out.transpose(1, 2).contiguous()
 
     def report(self) -> Report:
