@@ -138,7 +138,7 @@ class Placed:
             mask = self.reorder(mask, dim=-1)
         return mask
 
-    @lru_cache(maxsize=256)  # noqa: B019 (kept by value, and small)
+    @lru_cache(maxsize=256)  # noqa: B019 - kept by value, and small
     def move_ranges(self, ranges: Ranges) -> Ranges:
         """Token ranges where they stand after reordering."""
         n = prod(self.grid)

@@ -31,7 +31,7 @@ class HeadShare:
     stop: int
     heads: int
 
-    @lru_cache(maxsize=1024)  # noqa: B019 (kept by value, and small)
+    @lru_cache(maxsize=1024)  # noqa: B019 - kept by value, and small
     def recipe_of(self, recipe: Recipe) -> Recipe:
         """A recipe for all heads, as it is for these; numbers for another count are refused."""
         check_recipe(recipe, self.heads)
