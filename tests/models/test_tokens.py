@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from sparge.models.diffusers.models import RULES
+from sparge.models.route import protected_ranges
 from sparge.models.tokens import (
     Placed,
     TokenMap,
     Tokens,
     absolute_ranges,
     check_grid_option,
-    protected_ranges,
 )
 from sparge.reorder import token_order
 from tiny_denoisers import DENOISERS

@@ -23,7 +23,7 @@ from ..values.call import MAX_HEAD_DIM
 from ..values.recipe import Recipe
 from .clock import known_recipes
 from .site import Site
-from .tokens import Placed, Ranges, Tokens, check_ranges, protected_ranges
+from .tokens import OpenRanges, Placed, Ranges, Tokens, absolute_ranges
 from .ulysses import HeadShare
 
 Own = Callable[..., Tensor]
@@ -212,6 +212,33 @@ class Route:
         own = _dense_with_lse if call.return_lse else own
         own = partial(own, call.query, call.key, call.value, **call.options)
         return self.site.run_own(reason, own, call.query, call.key, is_causal=call.is_causal)
+
+
+# A graph finds ranges once, while it is traced, from plain numbers.
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
+    """Refuse protected ranges that reach out of L tokens."""
+    for ranges in known:
+        absolute_ranges(ranges, L)
+    return True
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def protected_ranges(
+    ranges: OpenRanges, L: int, others: Ranges, place: tuple[int, ...], order: str
+) -> Ranges:
+    """Where protected tokens stand in attention, and the others that are protected with them.
+
+    ranges: in the model's own order of L tokens. others: where they stand already. place: the grid
+    of visual tokens and where it begins, if they are put in `order`; or empty.
+    """
+    own = tuple(absolute_ranges(ranges, L))
+    if place and own:
+        T, H, W, start = place
+        own = Placed((T, H, W), start, order).move_ranges(own)
+    return tuple(dict.fromkeys((*own, *others)))
 
 
 def _dense_with_lse(

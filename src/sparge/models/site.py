@@ -95,6 +95,8 @@ class Site:
         # Two models may have layers of one name; a label belongs to one site.
         self.label = f"{self.name}#{next(_numbers)}"
         self.tally, self.is_open = Tally(), False
+        # A compiled graph would keep the recipe of its first call.
+        self._recipe_in_context = torch.compiler.disable(self._call_recipe)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, setting.name) for setting in fields(self))
@@ -136,9 +138,7 @@ class Site:
                 self.now, self._refusal = None, error
             self.now_in_mask = self.now and with_causal_window(self.now)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _recipe_in_context(self, diagonal_in_mask: bool) -> Recipe | None:
-        """Outside of compiled graphs, which would keep the recipe of their first call."""
+    def _call_recipe(self, diagonal_in_mask: bool) -> Recipe | None:
         assert callable(self.recipe)
         recipe = self.recipe(_contexts.get().get(id(self.holder()), Context()))
         return recipe and with_causal_window(recipe) if diagonal_in_mask else recipe

@@ -172,30 +172,3 @@ def absolute_ranges(ranges: Sequence[tuple[int, int | None]], L: int) -> list[tu
             )
         found.append((start, stop))
     return found
-
-
-# A graph finds ranges once, while it is traced, from plain numbers.
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def check_ranges(known: tuple[OpenRanges, ...], L: int) -> bool:
-    """Refuse protected ranges that reach out of L tokens."""
-    for ranges in known:
-        absolute_ranges(ranges, L)
-    return True
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def protected_ranges(
-    ranges: OpenRanges, L: int, others: Ranges, place: tuple[int, ...], order: str
-) -> Ranges:
-    """Where protected tokens stand in attention, and the others that are protected with them.
-
-    ranges: in the model's own order of L tokens. others: where they stand already. place: the grid
-    of visual tokens and where it begins, if they are put in `order`; or empty.
-    """
-    own = tuple(absolute_ranges(ranges, L))
-    if place and own:
-        T, H, W, start = place
-        own = Placed((T, H, W), start, order).move_ranges(own)
-    return tuple(dict.fromkeys((*own, *others)))

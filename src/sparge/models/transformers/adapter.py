@@ -106,7 +106,7 @@ def attention_forward(
     reason, eager = _why_own(module, call, left_out, kwargs)
     if recipe is not None and not reason:
         sinks = kwargs.get("s_aux")
-        plain = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+        plain: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
         options: dict[str, Any] = {"recipe": recipe, "return_lse": sinks is not None}
         if found is not None:
             options |= {"is_causal": causal, **plain}
