@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/arch/*.h)
-CPP_TESTS := $(wildcard csrc/tests/*.cpp)
+CPP_TESTS := $(wildcard csrc/tests/*.h csrc/tests/*.cpp)
 
 # pip reads these for the build environment too, so nothing there escapes the constraints.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -14,7 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 setup: $(VENV)/.done
 
-SOURCES := pyproject.toml tools/pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt $(CPP)
+SOURCES := pyproject.toml tools/pyproject.toml constraints.txt requirements-build.txt CMakeLists.txt \
+  $(wildcard csrc/*.cmake) $(CPP)
 
 define install
 	$(PYTHON) -m venv $(VENV)

@@ -1,5 +1,5 @@
 // torch.ops.sparge_cpu: `run`, a call or a pack of them from one stage to another, and `backward`.
-// Each is one parallel region. The caller allocates every tensor.
+// Each is one parallel region. The caller allocates every tensor. `isas` lists instruction sets.
 #include <torch/csrc/stable/ops.h>
 
 #include <numeric>
@@ -14,22 +14,26 @@
 namespace sparge {
 namespace {
 
-const Kernels& kernels_of(int64_t isa) {
-  int count;
-  const Isa* all = isas(&count);
-  in_range("isa", isa, 0, count - 1);
-  if (!all[isa].available())
-    refuse("isa ", isa, " is ", all[isa].name, ", which this machine does not have");
-  return *all[isa].kernels;
+const Kernels& kernels_of(int64_t number) {
+  const Isa& isa = kIsas[in_range("isa", number, 0, kIsaCount - 1)];
+  if (!is_available(isa))
+    refuse("isa ", number, " is ", isa.name, ", which this machine does not have");
+  return *isa.kernels;
 }
 
-// Bit i: this machine has instruction set i.
-int64_t available_isas() {
-  int count;
-  const Isa* all = isas(&count);
-  int64_t bits = 0;
-  for (int i = 0; i < count; ++i) bits |= int64_t(all[i].available()) << i;
-  return bits;
+using Texts = std::vector<std::string>;
+using Facts = std::vector<int64_t>;  // 0 or 1
+
+std::tuple<Texts, Texts, Facts, Facts> isas() {
+  Texts names, descriptions;
+  Facts available, for_tests;
+  for (const Isa& isa : kIsas) {
+    names.emplace_back(isa.name);
+    descriptions.emplace_back(isa.description);
+    available.push_back(is_available(isa));
+    for_tests.push_back(isa.for_tests);
+  }
+  return {names, descriptions, available, for_tests};
 }
 
 int64_t threads_here(int64_t asked) {
@@ -203,7 +207,7 @@ void backward(const Tensor& query, const Tensor& key, const Tensor& value, const
 }  // namespace
 
 STABLE_TORCH_LIBRARY(sparge_cpu, m) {
-  m.def("available_isas() -> int");
+  m.def("isas() -> (str[] names, str[] descriptions, int[] available, int[] for_tests)");
   m.def(kRunSchema);
   m.def(
       "backward(Tensor query, Tensor key, Tensor value, Tensor grad_out, Tensor delta, "
@@ -212,7 +216,7 @@ STABLE_TORCH_LIBRARY(sparge_cpu, m) {
       "int isa) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(sparge_cpu, CompositeExplicitAutograd, m) {
-  m.impl("available_isas", TORCH_BOX(&available_isas));
+  m.impl("isas", TORCH_BOX(&isas));
 }
 STABLE_TORCH_LIBRARY_IMPL(sparge_cpu, CPU, m) {
   m.impl("run", &boxed_run);

@@ -20,8 +20,8 @@ build=build/sanitize
 reports=$PWD/$build/reports
 python=$(command -v python)
 
-make_library() {  # source folder, build folder
-  cmake -S "$1" -B "$2" -G Ninja -DPython_EXECUTABLE="$python" \
+make_library() {  # source folder, build folder, options …
+  cmake -S "$1" -B "$2" "${@:3}" -G Ninja -DPython_EXECUTABLE="$python" \
     -DSPARGE_SANITIZE=address,undefined,float-cast-overflow > /dev/null
   cmake --build "$2"
 }
@@ -55,9 +55,8 @@ if cmp -s csrc/read_rows.h "$broken/source/csrc/read_rows.h"; then
   echo "sanitize: no fault could be planted; csrc/read_rows.h has changed" >&2
   exit 1
 fi
-# One instruction set is enough, and compiles in seconds.
-sed -i 's/if(CMAKE_SYSTEM_PROCESSOR MATCHES .*)/if(OFF)/' "$broken/source/CMakeLists.txt"
-make_library "$broken/source" "$broken/build" > /dev/null
+# The portable kernels are enough, and compile in seconds.
+make_library "$broken/source" "$broken/build" -DSPARGE_X86=OFF > /dev/null
 if sanitized "$PWD/$broken/build/_cpu.so" env SPARGE_ISA=portable python -c "
 import torch, sparge
 x = torch.randn(1, 1, 5, 10)

@@ -113,14 +113,14 @@ def show(document: dict[str, Any]) -> None:
     sets = (facts["instruction_sets"] or {}).items()
     listed = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in sets)
     forced = f"forced by {native.ENV_ISA}" if core["forced"] else f"{native.ENV_ISA} forces one"
-    has = f"has {', '.join(core['available'])}; runs {core['runs']} ({forced})"
+    has, runs = ", ".join(core["available"]), f"{core['runs']}, {core['description']} ({forced})"
     lines = {
         **{name: version or "not installed" for name, version in document["versions"].items()},
         "CPU": f"{facts['cpu']} ({facts['architecture']})",
         "cores, torch threads": f"{facts['cores']}, {facts['threads']}",
         "torch CPU capability": facts["cpu_capability"],
         "instruction sets": listed or "not listed by this system",
-        "native core": has if core["available"] else "missing",
+        "native core": f"has {has}; runs {runs}" if has else "missing",
         **status_lines(document["crossover"]),
         "accelerators": ", ".join(facts["accelerators"]) or "none found by torch",
         **gpu_lines(document["gpu"]),
@@ -175,9 +175,14 @@ def cached() -> dict[str, Any]:
 
 def instruction_sets() -> dict[str, Any]:
     """Instruction sets of the native core, without those for tests, and the one in use."""
-    there = [name for name in native.available() if name not in native.FOR_TESTS]
+    there = [name for name in native.available() if not native.isas()[name].for_tests]
     runs = native.chosen_isa(native.available()) if there else None
-    return {"available": there, "runs": runs, "forced": os.environ.get(native.ENV_ISA) or None}
+    return {
+        "available": there,
+        "runs": runs,
+        "description": native.isas()[runs].description if runs else None,
+        "forced": os.environ.get(native.ENV_ISA) or None,
+    }
 
 
 def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:

@@ -176,12 +176,12 @@ def test_a_shape_that_is_not_that_of_the_tensors(case, at):
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_instruction_set_that_is_not_there(case):
-    n = len(native.ISAS)
+    n = len(native.isas())
     refused(case, f"isa must be in 0 … {n - 1}, got -1", isa=-1)
     refused(case, f"isa must be in 0 … {n - 1}, got {n}", isa=n)
-    for number, name in enumerate(native.ISAS):
-        if name not in native.available():
-            refused(case, f"isa {number} is {name}, which this machine", isa=number)
+    for name, isa in native.isas().items():
+        if not isa.available:
+            refused(case, f"isa {isa.number} is {name}, which this machine", isa=isa.number)
 
 
 @pytest.mark.parametrize("case", WHOLE)

@@ -59,10 +59,10 @@ class SpeedTarget:
         return {self.recipe, f"fast {self.recipe}" if isa in self.fast_on else self.recipe}
 
 
-OF_ALL = {"amx": 1.5, "avx512": 1.1, "avx2": 1.5}
-OF_40 = {"amx": 3.5, "avx512": 2.6, "avx2": 3.5}
+OF_ALL = {"amx": 1.5, "avx512_bf16": 1.1, "avx512": 1.1, "avx2": 1.5}
+OF_40 = {"amx": 3.5, "avx512_bf16": 2.6, "avx512": 2.6, "avx2": 3.5}
 OF_50 = {"amx": 2.8, "avx2": 2.9}
-NO_TILES = ("avx512", "avx2")
+NO_TILES = ("avx512_bf16", "avx512", "avx2")
 FASTER = "50 % kept, times SDPA in its faster dtype"
 PLANNING = "statistics + selection (mean), share of SDPA bf16"
 ON_TOP = "the exact rows of blend on top, share of SDPA bf16"

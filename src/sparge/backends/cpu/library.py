@@ -1,8 +1,8 @@
 """Loads the native library and selects its instruction set.
 
-`SPARGE_ISA` forces an instruction set by name. `tiles` is the AMX schedule over a scalar emulation
-of the tile unit; it is for tests and never selected by default. `SPARGE_LIBRARY` is the path of
-another build of the library, such as the one of `make sanitize`.
+`SPARGE_ISA` forces an instruction set by name; the library lists them (csrc/isa.h). Those for tests
+are never selected by default. `SPARGE_LIBRARY` is the path of another build of the library, such as
+the one of `make sanitize`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,6 @@ from ...values.call import Call
 
 ENV_ISA = "SPARGE_ISA"
 ENV_LIBRARY = "SPARGE_LIBRARY"
-# Best first; the positions are the numbers of csrc/isa.cpp.
-ISAS = ("amx", "avx512", "avx2", "portable", "tiles")
-FOR_TESTS = ("tiles",)
 
 
 def library() -> str | None:
@@ -53,13 +50,31 @@ def ops() -> Any:
     return _found()[0]
 
 
+class Isa(NamedTuple):
+    """An instruction set that the native library knows; `number` is what its ops take."""
+
+    number: int
+    description: str
+    available: bool
+    for_tests: bool
+
+
+@lru_cache(maxsize=1)
+def isas() -> dict[str, Isa]:
+    """All instruction sets by name, best first, those for tests last; none without a library."""
+    if why_missing() is not None:
+        return {}
+    listed = enumerate(zip(*ops().isas(), strict=True))
+    return {
+        name: Isa(number, description, bool(available), bool(for_tests))
+        for number, (name, description, available, for_tests) in listed
+    }
+
+
 @lru_cache(maxsize=1)
 def available() -> tuple[str, ...]:
-    """Instruction sets of this machine, best first, those for tests last."""
-    if why_missing() is not None:
-        return ()
-    bits = int(ops().available_isas())
-    return tuple(name for i, name in enumerate(ISAS) if bits >> i & 1)
+    """Names of this machine's instruction sets, in the order of `isas()`."""
+    return tuple(name for name, isa in isas().items() if isa.available)
 
 
 def chosen_isa(there: tuple[str, ...]) -> str:
@@ -69,13 +84,13 @@ def chosen_isa(there: tuple[str, ...]) -> str:
         return there[0]
     if asked in there:
         return asked
-    names = ", ".join(name for name in there if name not in FOR_TESTS)
-    why = "this machine does not have it" if asked in ISAS else "no instruction set has that name"
+    names = ", ".join(name for name in there if not isas()[name].for_tests)
+    why = "this machine does not have it" if asked in isas() else "no instruction set has that name"
     raise ValueError(f"{ENV_ISA}={asked}: {why}; here are {names}")
 
 
 def isa_number() -> int:
-    return ISAS.index(chosen_isa(available()))
+    return isas()[chosen_isa(available())].number
 
 
 @lru_cache(maxsize=1)

@@ -1,5 +1,9 @@
-// The kernel table of one instruction set. Included last, after its arch header.
-#pragma once
+// The kernels of one instruction set: compiled once for each, with its flags. SPARGE_ARCH is its
+// header, SPARGE_KERNELS the name of its table.
+//
+// Nothing here may run when the library is loaded, on whatever machine that is: no object with a
+// constructor at namespace scope. no_constructors.cmake checks it.
+#include SPARGE_ARCH
 
 #include <type_traits>
 
@@ -113,4 +117,7 @@ constexpr Kernels kTable = {enter,
                             backward_key};
 
 }  // namespace
+
+extern const Kernels SPARGE_KERNELS = kTable;
+
 }  // namespace sparge
