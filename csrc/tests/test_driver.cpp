@@ -1,6 +1,6 @@
 // The driver against a plain loop: order, dependencies, a thread that sleeps, tasks that fail.
 //
-// Needs neither Python nor torch: g++ -std=c++17 -pthread -fsanitize=thread test_driver.cpp
+// Needs neither Python nor torch; CMakeLists.txt here says how to run it.
 #include <chrono>
 #include <cstdio>
 #include <random>
