@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 from sparge.backends.reference import stages as reference_stages
 from sparge.cli import main
@@ -15,7 +14,7 @@ WHY = "needs a full moon"
 
 def attend_wrongly(*args, **kwargs):
     done = reference_stages.attend(*args, **kwargs)
-    return replace(done, out=done.out * 1.001)
+    return done._replace(out=done.out * 1.001)
 
 
 def run_text(argv, capsys, code=0):

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 
@@ -210,7 +209,7 @@ def test_no_numbers_of_a_row_that_is_wrong(green, eager_flex, add_backend, capsy
 
     def attend_worse(*args, **kwargs):
         done = attend_wrongly(*args, **kwargs)
-        return replace(done, out=done.out * 1.2)
+        return done._replace(out=done.out * 1.2)
 
     add_backend("wrong", attend=attend_worse)
     assert main([*TINY, "--causal", "--backends", "wrong", "--contenders", "wrong 40%"]) == 1

@@ -307,15 +307,15 @@ def _stage(number: int, call: Call, prepared: Prepared, tokens: TokenMask, **fie
         fields |= {"q_codes": q.codes.contiguous(), "q_scale": q.scale.contiguous()}
     if isinstance(k, QTensor):
         fields |= {"k_codes": k.codes.contiguous(), "k_scale": k.scale.contiguous()}
+    recipe = dict(native_recipe(call.recipe, call.Hq, call.is_causal))
     # Without a value, planning has the key in its place.
-    reads_v = number == ATTEND or call.measures_error
+    reads_v = number == ATTEND or (number == SELECT and call.measures_error)
     if isinstance(v, QTensor) and reads_v:
         fields |= {"v_codes": v.codes.contiguous(), "v_scale": v.scale.contiguous()}
-    recipe = dict(native_recipe(call.recipe, call.Hq, call.is_causal))
-    if keys.entries is None:
-        recipe["pool_group"] = 0
-    elif number != PREDICT:
+    if keys.entries is not None and reads_v:
         fields |= _entry_fields(keys.entries)
+    else:
+        recipe["pool_group"] = 0
     library.run(
         first=number,
         last=number,
