@@ -26,6 +26,7 @@ FREE = {
     ("queries", 6),
     ("predict", 6),
     ("predict rows", 6),
+    ("select", 6),
     ("kinds", 1),
     ("kinds", 5),
     ("kinds", 6),
