@@ -59,7 +59,6 @@ INSIDE = {
     ("cli", "cpu.library"),
     ("cli", "triton.architectures"),
     ("cli", "triton.first_launch"),
-    ("cli", "triton.launch"),
     ("cli", "triton.packages"),
     ("cli", "triton.rates"),
     ("cli", "triton.warm"),

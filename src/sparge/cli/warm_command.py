@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from torch import Tensor
 from ..api.attention import attention
 from ..api.varlen import attention_varlen
 from ..backends.triton import NAME
-from ..backends.triton.launch import Launch
-from ..backends.triton.warm import Warmed, compile_ahead, launches_of
+from ..backends.triton.warm import warm
 from ..values.recipe import DEFAULT, VISION, Recipe
 from . import OK, arguments
 from .arguments import DTYPES, add_json, fill_in, whole
@@ -80,12 +80,12 @@ def named_recipe(text: str) -> Recipe:
 def run(args: argparse.Namespace) -> int:
     layer = layer_of(args)
     device = args.device or devices()[-1]
-    done: dict[str, Warmed] = {}
-    for name, launches in calls_of(args, layer, device).items():
-        with progress("compiling", len(launches)) as step:
-            done[name] = compile_ahead(
-                launches, lambda one: step(f"{one.name} {one.how}, {one.seconds:.1f} s")
-            )
+    calls = calls_of(args, layer, device)
+    done = {}
+    with progress("compiling", len(calls)) as step:
+        for name, call in calls.items():
+            done[name] = warm(call)
+            step(f"{name}: {done[name]}")
     document = {
         "format": FORMAT,
         **where_it_runs(),
@@ -161,8 +161,10 @@ def layer_from(config: Mapping[str, Any]) -> Layer | None:
     return Layer(Hq, Hk, D, not denoises, VISION if denoises else DEFAULT, dtype)
 
 
-def calls_of(args: argparse.Namespace, layer: Layer, device: str) -> dict[str, list[Launch]]:
-    """By name of a call: what it launches."""
+def calls_of(
+    args: argparse.Namespace, layer: Layer, device: str
+) -> dict[str, Callable[[], object]]:
+    """Calls whose kernels are compiled, by name."""
     shape = f"{layer.Hq}/{layer.Hk} heads of {layer.D}, {args.dtype}"
     name = f"{shape}, {'causal' if layer.is_causal else 'not causal'}"
     options: dict[str, Any] = {"is_causal": layer.is_causal, "recipe": layer.recipe}
@@ -173,11 +175,11 @@ def calls_of(args: argparse.Namespace, layer: Layer, device: str) -> dict[str, l
         return [torch.empty(shape, dtype=DTYPES[args.dtype], device=device) for shape in shapes]
 
     batch = inputs(*((1, H, LENGTH, layer.D) for H in rows))
-    calls = {name: launches_of(attention, *batch, **options)}
+    calls = {name: partial(attention, *batch, **options)}
     if args.lse:
-        calls[f"{name}, with LSE"] = launches_of(attention, *batch, **options, return_lse=True)
+        calls[f"{name}, with LSE"] = partial(attention, *batch, **options, return_lse=True)
     if args.varlen:
         cuts = torch.tensor([0, LENGTH // 4, LENGTH], dtype=torch.int32)
         pack = inputs(*((LENGTH, H, layer.D) for H in rows))
-        calls[f"{name}, packed"] = launches_of(attention_varlen, *pack, cuts, cuts, **options)
+        calls[f"{name}, packed"] = partial(attention_varlen, *pack, cuts, cuts, **options)
     return calls

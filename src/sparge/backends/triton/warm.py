@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +55,6 @@ def warm(work: Callable[..., Any], *args: Any, **named: Any) -> Warmed:
     it tensors on the card; their lengths may be short, as kernels take any, but `auto` may choose
     dense attention for them. Refused where nothing would be launched.
     """
-    return compile_ahead(launches_of(work, *args, **named))
-
-
-def launches_of(work: Callable[..., Any], *args: Any, **named: Any) -> list[Launch]:
-    """What some work launches, if it does; none of it is launched."""
     with torch.no_grad(), watch_launches(run=False) as launches:
         work(*args, **named)
     if not launches:
@@ -69,19 +64,10 @@ def launches_of(work: Callable[..., Any], *args: Any, **named: Any) -> list[Laun
         )
         why = {"triton": "the work launches none of its kernels"}
         raise Unsupported("there is nothing to compile ahead:", why, way_out)
-    return launches
-
-
-def compile_ahead(
-    launches: Sequence[Launch], step: Callable[[WarmKernel], None] | None = None
-) -> Warmed:
-    """Compile and load the kernels of launches. step: called after each launch."""
     kernels: dict[int, WarmKernel] = {}  # by Triton's own objects, which it keeps
     for launch in launches:
         which, made = _ready(launch)
         kernels.setdefault(which, made)
-        if step is not None:
-            step(made)
     return Warmed(len(launches), tuple(kernels.values()))
 
 
