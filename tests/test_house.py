@@ -61,7 +61,6 @@ INSIDE = {
     ("cli", "triton.first_launch"),
     ("cli", "triton.packages"),
     ("cli", "triton.rates"),
-    ("cli", "triton.warm"),
 }
 """Modules of backends that are imported from above besides their declarations: they show a
 machine's details or compile ahead, and none of them chooses. The list may only shrink."""

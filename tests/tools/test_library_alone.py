@@ -14,7 +14,7 @@ from sparge.support.tools_package import need_tool
 
 ROOT = Path(__file__).parent.parent.parent
 PROFILE = ROOT / "tools/sparge_tools/zoo/profiles/smollm2-135m-instruct.json"
-TOOLS = ("bench", "demo", "eval", "trace", "tune")
+TOOLS = ("bench", "demo", "eval", "trace", "tune", "warm")
 
 HIDE = """
 import sys

@@ -31,7 +31,7 @@ COMMANDS = {
     "profile": "show, compare or check a tuned profile",
     "bench": "measure attention against torch's SDPA and FlexAttention, stage by stage",
 }
-TOOLS = ("demo", "eval", "trace", "tune", "bench")
+TOOLS = ("demo", "warm", "eval", "trace", "tune", "bench")
 """Commands of the package sparge-tools."""
 
 

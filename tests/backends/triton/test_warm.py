@@ -12,7 +12,7 @@ import sparge
 from cli_runs import complaint
 from sparge import DEFAULT, VISION, Unsupported
 from sparge.backends.triton.warm import COMPILED, LOADED, STORED, Warmed, WarmKernel
-from sparge.cli.warm_command import Layer, layer_from
+from sparge_tools.commands.warm_command import Layer, layer_from
 from static_runs import needs_triton, run_alone
 
 LLAMA = {

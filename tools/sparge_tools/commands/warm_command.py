@@ -20,15 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.attention import attention
-from ..api.varlen import attention_varlen
-from ..backends.triton import NAME
-from ..backends.triton.warm import warm
-from ..values.recipe import DEFAULT, VISION, Recipe
-from . import OK, arguments
-from .arguments import DTYPES, add_json, fill_in, whole
-from .machine import devices, where_it_runs
-from .screen import console, deliver, progress
+from sparge import DEFAULT, VISION, Recipe, attention, attention_varlen, warm
+from sparge.backends.triton import NAME
+from sparge.cli import OK
+from sparge.cli.arguments import DTYPES, add_json, fill_in, read_json, whole
+from sparge.cli.machine import devices, where_it_runs
+from sparge.cli.screen import console, deliver, progress
 
 FORMAT = "sparge.warm/1"
 LENGTH = 1024
@@ -74,7 +71,7 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def named_recipe(text: str) -> Recipe:
-    return RECIPES[text] if text in RECIPES else arguments.recipe(text)
+    return RECIPES[text] if text in RECIPES else read_json(text, Recipe.from_json)
 
 
 def run(args: argparse.Namespace) -> int:
