@@ -7,11 +7,13 @@ prints no numbers if a check fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..api.accuracy import exact_weights
@@ -23,7 +25,7 @@ from ..synthetic import structured_qkv
 from ..values.blockplan import BlockPlan
 from ..values.call import BLOCK_K, BLOCK_Q, block_sizes, in_blocks
 from ..values.recipe import DEFAULT, KeepAll, KeepFraction, Recipe
-from ..values.tokenmask import OPEN, TokenMask
+from ..values.tokenmask import TokenMask
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 # About three times the reference's error on these inputs; a wrong block costs far more.
@@ -54,21 +56,31 @@ class Check:
     recipe: str = "all"
 
 
-def check_backends(device: str = "cpu") -> list[Check]:
-    """Every backend, dense attention, and what `auto` chooses, with all blocks kept."""
-    inputs = structured_qkv(L=LENGTH, device=device)
-    wanted = [(backend.name, precision) for backend in backends() for precision in TOLERANCES]
-    recipes = [
-        (name, "all", Recipe(keep=KeepAll(), precision=precision))
-        for name, precision in (*wanted, (DENSE, "exact"), (AUTO, "exact"))
-    ]
-    return _checks(inputs, recipes)
+def check_backends(
+    device: str = "cpu",
+    wanted: Iterable[tuple[str, str, Recipe]] | None = None,
+    error_of: Callable[[str, Recipe], float] | None = None,
+) -> list[Check]:
+    """Run backends; one check for each. wanted: backend, name of the recipe, recipe; error_of: the
+    error of a backend with a recipe, which may raise. Without them: every backend, dense attention,
+    and what `auto` chooses, with all blocks kept, against dense attention in fp64."""
+    if wanted is None or error_of is None:
+        error_of = _error_beside_dense(device)
+        pairs = [(backend.name, precision) for backend in backends() for precision in TOLERANCES]
+        wanted = [
+            (name, "all", Recipe(keep=KeepAll(), precision=precision))
+            for name, precision in (*pairs, (DENSE, "exact"), (AUTO, "exact"))
+        ]
+    return [_check(device, error_of, *named_recipe) for named_recipe in wanted]
 
 
 def check_sparse(names: Iterable[str], device: str = "cpu") -> list[Check]:
     """Recipes like those of a benchmark, in bf16, with as many key heads as queries."""
     inputs = structured_qkv(Hk=4, L=SPARSE_LENGTH, dtype=torch.bfloat16, device=device)
-    return _checks(inputs, [(name, title, SPARSE[title]) for name in names for title in SPARSE])
+    rows = torch.arange(SPARSE_LENGTH)
+    truths = [Truth(*inputs, rows=rows, is_causal=causal) for causal in (True, False)]
+    wanted = [(name, title, SPARSE[title]) for name in names for title in SPARSE]
+    return check_backends(device, wanted, partial(_error, inputs, truths))
 
 
 class Truth:
@@ -115,8 +127,11 @@ class Truth:
         if self.tokens.is_causal:
             scores = scores.masked_fill(torch.arange(L) > self.rows[:, None], -torch.inf)
         entries = self.query @ k.mT * scale + sizes.log() - scores.logsumexp(-1, keepdim=True)
-        kinds = self.tokens.block_kinds(torch.device("cpu"))[:, :, self.rows // BLOCK_Q]
-        pools = (~kept & (kinds == OPEN)).repeat_interleave(BLOCK_K // group, -1)
+        # A block is pooled if every row of its query block may attend all of its keys.
+        last_key = block_sizes(L, BLOCK_K).cumsum(0) - 1
+        is_open = last_key <= self.rows[:, None] // BLOCK_Q * BLOCK_Q
+        is_open |= not self.tokens.is_causal
+        pools = (~kept & is_open).repeat_interleave(BLOCK_K // group, -1)
         return entries.exp() * pools[..., : len(sizes)], v
 
 
@@ -130,37 +145,54 @@ class WrongBlocksError(Exception):
     """The backend keeps other blocks than the reference."""
 
 
-def _checks(inputs: Inputs, wanted: Iterable[tuple[str, str, Recipe]]) -> list[Check]:
-    """wanted: backend, name of the recipe, recipe."""
-    rows = torch.arange(inputs[0].shape[2])
-    truths = [Truth(*inputs, rows=rows, is_causal=causal) for causal in (True, False)]
-    return [_check(inputs, truths, *named_recipe) for named_recipe in wanted]
-
-
 def _check(
-    inputs: Inputs, truths: Iterable[Truth], name: str, recipe_name: str, recipe: Recipe
+    device: str,
+    error_of: Callable[[str, Recipe], float],
+    name: str,
+    recipe_name: str,
+    recipe: Recipe,
 ) -> Check:
     error, verdict, why = None, "passed", ""
     limit = TOLERANCES[recipe.precision]
     with record() as runs:
         try:
-            error = max(_error(inputs, truth, name, recipe) for truth in truths)
+            error = error_of(name, recipe)
             if not error < limit:  # also fails for NaN
                 verdict, why = "failed", f"the error must be below {limit:g}"
         except Unsupported as refusal:
             verdict, why = "refused", refusal.reasons.get(name, str(refusal))
         except Exception as fault:  # reported as a failed check
             verdict, why = "failed", f"{type(fault).__name__}: {fault}"
-    isa, device = runs[0].isa if runs else None, inputs[0].device.type
-    return Check(name, recipe.precision, device, verdict, error, why, isa, recipe_name)
+    isa, kind = runs[0].isa if runs else None, torch.device(device).type
+    return Check(name, recipe.precision, kind, verdict, error, why, isa, recipe_name)
 
 
-def _error(inputs: Inputs, truth: Truth, name: str, recipe: Recipe) -> float:
-    """Against fp64 over the same blocks, which must be those that the reference chooses."""
-    is_causal = truth.tokens.is_causal
-    options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": True, "recipe": recipe}
-    expected = truth.dense
-    if not isinstance(recipe.keep, KeepAll):
+def _error_beside_dense(device: str) -> Callable[[str, Recipe], float]:
+    """The larger error of two calls, causal and not, against torch's dense attention in fp64."""
+    inputs = structured_qkv(L=LENGTH, device=device)
+    q, k, v = (x.cpu().double() for x in inputs)
+    dense = {
+        causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        for causal in (True, False)
+    }
+
+    def error_of(name: str, recipe: Recipe) -> float:
+        options: dict[str, Any] = {"enable_gqa": True, "recipe": recipe, "backend": name}
+        return max(
+            relative_l1(attention(*inputs, is_causal=causal, **options), truth)
+            for causal, truth in dense.items()
+        )
+
+    return error_of
+
+
+def _error(inputs: Inputs, truths: Iterable[Truth], name: str, recipe: Recipe) -> float:
+    """The largest error against fp64 over the same blocks, which must be those that the reference
+    chooses."""
+    errors = []
+    for truth in truths:
+        is_causal = truth.tokens.is_causal
+        options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": True, "recipe": recipe}
         plan, meant = (
             make_plan(*inputs[:2], backend=backend, value=inputs[2], **options)
             for backend in (name, "reference")
@@ -169,4 +201,5 @@ def _error(inputs: Inputs, truth: Truth, name: str, recipe: Recipe) -> float:
         if others > OTHER_BLOCKS:
             raise WrongBlocksError(f"{others:.0%} of its blocks are not the reference's")
         expected = truth.of_blocks(plan, recipe.pool_group if recipe.pools else None)
-    return relative_l1(attention(*inputs, backend=name, **options), expected)
+        errors.append(relative_l1(attention(*inputs, backend=name, **options), expected))
+    return max(errors)
