@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparge.support.turns import clock, no_garbage_collection, take_turns, threads, timed
+from sparge.support.turns import clock, take_turns, timed
+from sparge_tools.measuring import no_garbage_collection, threads
 
 
 class FakeTime:

@@ -18,6 +18,7 @@ from sparge.cli.screen import Column, Table, to_json
 from sparge_tools import zoo
 from sparge_tools.commands import bench_command
 from sparge_tools.commands.arguments import check_directory
+from sparge_tools.screen import progress
 
 pytestmark = pytest.mark.usefixtures("piped")
 
@@ -106,7 +107,7 @@ def test_json_has_no_nan():
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(capsys, monkeypatch):
     for is_terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda there=is_terminal: there)
-        with screen.progress("walking", 2) as step:
+        with progress("walking", 2) as step:
             step("one mile")
             step("")
         shown = capsys.readouterr().err

@@ -18,6 +18,7 @@ from sparge.backends.triton.first_launch import Machine
 from sparge.backends.triton.packages import Installation
 from sparge.cli import machine
 from sparge.routing import backends
+from sparge_tools.machine import machine_line
 
 pytestmark = pytest.mark.usefixtures("piped")
 
@@ -103,7 +104,7 @@ def test_an_accelerator_is_named(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert machine.accelerators() == ["GPU 0", "GPU 1"]
     assert machine.devices() == ["cpu", "cuda"]
-    assert "GPU 0, GPU 1" in machine.machine_line()
+    assert "GPU 0, GPU 1" in machine_line()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -65,10 +65,3 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_recipe(parser: Any, **options: Any) -> None:
     about = {"metavar": "JSON", "help": "a JSON object, or a file that holds one", **options}
     parser.add_argument("--recipe", type=recipe, **about)
-
-
-def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Set options that were not given; until then None tells that."""
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)

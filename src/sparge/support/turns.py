@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -99,27 +97,3 @@ def clock() -> Callable[[], float]:
     alone = torch.get_num_threads() == 1 and hasattr(time, "thread_time")
     fine = alone and time.get_clock_info("thread_time").resolution < 1e-6
     return time.thread_time if fine else time.perf_counter
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Collect now, then keep Python's garbage collector off until the end of the block."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@contextmanager
-def threads(n: int) -> Iterator[None]:
-    """Set torch's number of threads to `n` inside the block."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(n)
-        yield
-    finally:
-        torch.set_num_threads(before)

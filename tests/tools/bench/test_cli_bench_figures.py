@@ -10,13 +10,14 @@ from sparge import KeepFraction, Recipe, make_plan
 from sparge.api.accuracy import spread_rows
 from sparge.backends.cpu import library as native
 from sparge.backends.reference import stages as reference_stages
-from sparge.cli import self_check
-from sparge.cli.screen import percent, three_digits
-from sparge.cli.self_check import Truth, relative_l1
+from sparge.cli.self_check import relative_l1
 from sparge.synthetic import structured_qkv
 from sparge.values.blockplan import BlockPlan
 from sparge_tools.bench import gemm_peak
+from sparge_tools.bench import truth as bench_truth
 from sparge_tools.bench.cases import dense_pairs, kept_pairs
+from sparge_tools.bench.truth import Truth
+from sparge_tools.screen import percent, three_digits
 
 L = 331
 
@@ -66,8 +67,8 @@ def test_a_slow_product_is_not_tried_larger(monkeypatch):
 
 
 def test_the_self_check_runs_what_will_be_measured():
-    checks = self_check.check_sparse(["cpu" if native.why_missing() is None else "reference"])
-    assert [check.recipe for check in checks] == list(self_check.SPARSE)
+    checks = bench_truth.check_sparse(["cpu" if native.why_missing() is None else "reference"])
+    assert [check.recipe for check in checks] == list(bench_truth.SPARSE)
     assert {check.verdict for check in checks} == {"passed"}
     if native.why_missing() is None:
         assert {check.isa for check in checks} == {native.chosen_isa(native.available())}
@@ -80,9 +81,9 @@ def test_the_self_check_finds_blocks_that_are_not_the_references(monkeypatch, ad
         facts = {"Lq": plan.Lq, "Lk": plan.Lk, "is_causal": plan.is_causal}
         return BlockPlan.from_mask(torch.arange(n_k) < plan.counts[..., None], **facts)
 
-    monkeypatch.setattr(self_check, "SPARSE_LENGTH", 500)
+    monkeypatch.setattr(bench_truth, "SPARSE_LENGTH", 500)
     add_backend("lazy", select=first_blocks)
-    checks = self_check.check_sparse(["lazy"])
+    checks = bench_truth.check_sparse(["lazy"])
     assert {check.verdict for check in checks} == {"failed"}
     assert all("of its blocks are not the reference's" in check.why for check in checks)
 

@@ -7,7 +7,7 @@ import torch
 
 from sparge import KeepMass, Recipe, attention, record
 from sparge.reorder import reorder_tokens
-from sparge.support.turns import threads
+from sparge_tools.measuring import threads
 from sparge_tools.synthetic_video import CHUNK, HEADS, video_qkv
 
 GRID, TEXT = (6, 16, 16), 20

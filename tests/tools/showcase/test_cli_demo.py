@@ -15,9 +15,10 @@ from cli_runs import complaint
 from sparge import Recipe
 from sparge.backends.cpu import library as native
 from sparge.cli import main
-from sparge.cli.screen import times, to_json
+from sparge.cli.screen import to_json
 from sparge_tools import optional_libraries
 from sparge_tools.commands import demo_command
+from sparge_tools.screen import times
 from tiny_lm import make_tokenizer, save, sentences
 
 pytestmark = pytest.mark.usefixtures("piped")

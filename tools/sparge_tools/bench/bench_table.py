@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sparge.cli.machine import machine_text
-from sparge.cli.screen import Column, Table, error, milliseconds, share, three_digits, times
+from sparge.cli.screen import Column, Table, error, share
 
+from ..machine import machine_text
+from ..screen import milliseconds, three_digits, times
 from .busy import LIMITS, BusyCase
 from .cases import SAMPLED_ROWS, Case
 

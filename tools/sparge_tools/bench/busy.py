@@ -26,13 +26,15 @@ from torch import Tensor
 
 from sparge import attention, record
 from sparge.api.accuracy import spread_rows
-from sparge.cli.self_check import Truth, relative_l1
+from sparge.cli.self_check import relative_l1
 from sparge.routing import AUTO
-from sparge.support.turns import no_garbage_collection, take_turns, threads
+from sparge.support.turns import take_turns
 from sparge.synthetic import structured_qkv
 
+from ..measuring import no_garbage_collection, threads
 from .cases import SAMPLED_ROWS, WARM_UP
 from .contender import Inputs
+from .truth import Truth
 
 OTHERS = (0, 1, 2)
 FEWEST_CALLS, MOST_CALLS = 15, 100

@@ -11,12 +11,14 @@ import torch
 
 from sparge import BLOCK_K, BLOCK_Q, BlockPlan
 from sparge.api.accuracy import spread_rows
-from sparge.cli.self_check import Truth, relative_l1
-from sparge.support.turns import no_garbage_collection, take_turns, threads
+from sparge.cli.self_check import relative_l1
+from sparge.support.turns import take_turns
 from sparge.synthetic import structured_qkv
 from sparge.values.call import block_sizes, in_blocks
 
+from ..measuring import no_garbage_collection, threads
 from .contender import DTYPES, SDPA, SPARSE, CompiledFlex, Contender, Entry, Inputs
+from .truth import Truth
 
 SAMPLED_ROWS = 64  # query rows of each head on which errors are measured
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from sparge.support.turns import HOST, take_turns, threads, timer
+from sparge.support.turns import HOST, take_turns, timer
 
+from ..measuring import threads
 from .contender import DTYPES
 
 SIZES, ACCELERATOR_SIZES = (256, 1024), (1024, 8192)

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from sparge import VISION, KeepFraction, Recipe
 from sparge.reorder import reorder_tokens, restore_tokens
-from sparge.support.turns import take_turns, threads, timer
+from sparge.support.turns import take_turns, timer
 
+from ..measuring import threads
 from ..synthetic_video import video_qkv
 from .cases import Case, Row, case_rows, make_contenders, measure_contenders
 from .contender import DTYPES, SDPA, SPARSE, Entry, Inputs

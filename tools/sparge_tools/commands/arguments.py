@@ -7,7 +7,7 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +210,10 @@ def open_given(args: argparse.Namespace) -> Any:
     """The pipeline of --model."""
     dtype = DTYPES.get(args.dtype) or zoo.best_dtype()
     return open_pipeline(args.model, dtype=dtype, offload=args.offload, tiling=args.tiling)
+
+
+def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Set options that were not given; until then None tells that."""
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)

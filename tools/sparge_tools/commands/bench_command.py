@@ -22,9 +22,9 @@ import torch
 from sparge import DEFAULT, KeepError
 from sparge.cli import BAD_RESULT, OK
 from sparge.cli.arguments import add_json, add_recipe, whole, wholes
-from sparge.cli.machine import devices, load_average, where_it_runs
-from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
-from sparge.cli.self_check import check_backends, check_sparse
+from sparge.cli.machine import devices
+from sparge.cli.screen import Column, Table, console, deliver, error, share, show_table
+from sparge.cli.self_check import check_backends
 from sparge.reorder import check_order
 from sparge.routing import backends
 from sparge.synthetic import MIN_HEAD_DIM
@@ -46,7 +46,10 @@ from ..bench.error_suite import (
     summarize,
 )
 from ..bench.gemm_peak import gemm_peaks, gemm_rates
+from ..bench.truth import check_sparse
 from ..bench.vision_suite import Setting, VisionShape, measure_shape, named_shapes
+from ..machine import load_average, where_it_runs
+from ..screen import progress
 from . import bench_static
 from .arguments import budgets, check_file, words
 

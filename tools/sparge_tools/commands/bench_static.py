@@ -16,9 +16,10 @@ from typing import Any
 from sparge.backends.triton.packages import numbers_of
 from sparge.cli import BAD_RESULT, OK
 from sparge.cli.arguments import whole
-from sparge.cli.machine import where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
+from sparge.cli.screen import console, deliver, show_table
 
+from ..machine import where_it_runs
+from ..screen import progress
 from ..static.chain import CALLS, chain_of
 from ..static.compile import need_compiler, triton_version
 from ..static.fuzz import compile_draws, draws

@@ -15,14 +15,15 @@ import torch
 
 from sparge import DEFAULT, Unsupported
 from sparge.cli import OK
-from sparge.cli.arguments import add_json, add_recipe, fill_in, whole
-from sparge.cli.machine import machine_text, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table
+from sparge.cli.arguments import add_json, add_recipe, whole
+from sparge.cli.screen import console, deliver, show_table
 from sparge.support.atomic_files import replace_file
 
 from .. import zoo
+from ..machine import machine_text, where_it_runs
 from ..optional_libraries import need_libraries
 from ..renders import Renders, compare_results
+from ..screen import progress
 from ..showcase import pictures_page
 from ..showcase.measure import DemoInputs, measure_showcase, prepare_inputs
 from ..showcase.page import (
@@ -34,7 +35,7 @@ from ..showcase.page import (
     verdict,
 )
 from ..showcase.result import Showcase
-from .arguments import MODEL, MODULE, add_model, add_text, check_file, kind_of
+from .arguments import MODEL, MODULE, add_model, add_text, check_file, fill_in, kind_of
 
 STEPS = 4  # of a run, besides its prefills: loading, warming up, perplexity, attention maps
 DEFAULTS = {"tokens": 7500, "model": MODEL, "text": "essays", "repeats": 1, "page": "report.html"}

@@ -22,12 +22,11 @@ import torch
 from sparge import Profile
 from sparge.backends.cpu import library as native
 from sparge.cli import OK
-from sparge.cli.arguments import DTYPES, add_json, add_recipe, fill_in, whole, wholes
-from sparge.cli.machine import isa_in_use, machine, machine_text, versions, where_it_runs
-from sparge.cli.screen import console, deliver, progress, show_table, to_json
+from sparge.cli.arguments import DTYPES, add_json, add_recipe, whole, wholes
+from sparge.cli.machine import machine, versions
+from sparge.cli.screen import console, deliver, show_table, to_json
 from sparge.routing import AUTO, ENV_BACKEND
 from sparge.support.atomic_files import replace_file
-from sparge.support.turns import threads
 
 from .. import zoo
 from ..evaluate.cells import FORMAT, measure_rows, run_cells
@@ -35,9 +34,12 @@ from ..evaluate.eval_report import draw_figures, eval_tables
 from ..evaluate.run_directory import DOCUMENT_FILE, KEY_FILE, RunDirectory, open_run
 from ..evaluate.settings import MEASURES, TASKS, Cell, Settings, digest_of
 from ..evaluate.tested_model import TestedModel
+from ..machine import isa_in_use, machine_text, where_it_runs
+from ..measuring import threads
 from ..optional_libraries import need_libraries
 from ..renders import Pair, Renders, compare_renders, compare_results, difference_map
 from ..renders.pictures import shown_frames, to_png
+from ..screen import progress
 from ..showcase.pictures_page import cost, make_pictures_page, pairs_table, verdict
 from .arguments import (
     LANGUAGE,
@@ -49,6 +51,7 @@ from .arguments import (
     call_of,
     check_directory,
     eval_directory,
+    fill_in,
     kind_of,
     open_given,
     prompts_of,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from sparge.cli import OK
 from sparge.cli.arguments import DTYPES, add_json, whole
-from sparge.cli.screen import console, deliver, progress
+from sparge.cli.screen import console, deliver
 
 from .. import zoo
+from ..screen import progress
 from ..tuning import Trace, trace_model, trace_pipeline
 from ..tuning.capture import BLOCKS
 from ..tuning.tracing import STEPS

@@ -23,10 +23,11 @@ from sparge import DEFAULT, VISION, Profile
 from sparge.cli import BAD_RESULT, INTERRUPTED, OK
 from sparge.cli.arguments import DTYPES, add_json, add_recipe, whole
 from sparge.cli.profile_command import held_out_lines, layers_table
-from sparge.cli.screen import console, deliver, progress, show_table
+from sparge.cli.screen import console, deliver, show_table
 
 from .. import zoo
 from ..optional_libraries import need_libraries
+from ..screen import progress
 from ..tuning import PRESETS, Trace, bounds_of, schedule_of, tune, tune_renders
 from ..tuning.levels import attention_layers
 from ..tuning.output_measure import KL, PERPLEXITY

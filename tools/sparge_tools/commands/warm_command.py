@@ -23,9 +23,13 @@ from torch import Tensor
 from sparge import DEFAULT, VISION, Recipe, attention, attention_varlen, warm
 from sparge.backends.triton import NAME
 from sparge.cli import OK
-from sparge.cli.arguments import DTYPES, add_json, fill_in, read_json, whole
-from sparge.cli.machine import devices, where_it_runs
-from sparge.cli.screen import console, deliver, progress
+from sparge.cli.arguments import DTYPES, add_json, read_json, whole
+from sparge.cli.machine import devices
+from sparge.cli.screen import console, deliver
+
+from ..machine import where_it_runs
+from ..screen import progress
+from .arguments import fill_in
 
 FORMAT = "sparge.warm/1"
 LENGTH = 1024

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.support.turns import no_garbage_collection, take_turns
+from sparge.support.turns import take_turns
 
+from ..measuring import no_garbage_collection
 from . import harness
 from .logits import Comparison, compare, outputs_of
 from .run_directory import RunDirectory

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from sparge.cli.screen import Column, Table, error, share, times
+from sparge.cli.screen import Column, Table, error, share
 from sparge.support.atomic_files import replace_file
 
 from ..figure import new_figure, to_png
+from ..screen import times
 
 FOUND = {True: "found", False: "not found"}
 PREFILL_COLUMNS = (

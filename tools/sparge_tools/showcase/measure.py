@@ -29,7 +29,7 @@ from sparge import (
 )
 from sparge.api.accuracy import exact_weights
 from sparge.models.handle import Handle
-from sparge.support.turns import no_garbage_collection, take_turns
+from sparge.support.turns import take_turns
 from sparge.values.call import diagonal_offset, in_blocks
 from sparge.values.tokenmask import TokenMask
 
@@ -38,6 +38,7 @@ from ..evaluate.logits import Outputs, compare, outputs_of, splits
 from ..evaluate.settings import DENSE_VARIANT, SPARGE_VARIANT, VARIANTS
 from ..evaluate.tested_model import directory_fingerprint, tokenizer_of, total_runs
 from ..evaluate.texts import make_needle, prompt_of, read_text, tokenize
+from ..measuring import no_garbage_collection
 from .result import AttentionMap, HiddenFact, Reading, Showcase
 
 SHOWN = 6  # heads that are drawn, from the sparsest to the densest

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import torch
 
 from sparge import BLOCK_K, BLOCK_Q
-from sparge.cli.machine import load_text
-from sparge.cli.screen import MISSING, Column, Table, error, percent, share, times
+from sparge.cli.screen import MISSING, Column, Table, error, share
 
 from ..figure import new_figure, to_png
+from ..machine import load_text
+from ..screen import percent, times
 from .result import AttentionMap, Showcase
 
 COLUMNS = (

@@ -14,12 +14,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from sparge.cli.screen import Column, Table, error, percent, share, times
+from sparge.cli.screen import Column, Table, error, share
 
 from ..figure import new_figure
 from ..renders import Pair, Renders, difference_map
 from ..renders.compare import decibels, step_densities
 from ..renders.pictures import shown_frames
+from ..screen import percent, times
 from .page import PAGE as OTHER_PAGE
 from .page import THEMES, WIDTH, Theme, heat_map, machine_words, seconds, themed_uri
 

@@ -43,13 +43,14 @@ from sparge.backends.triton.packages import triton_version
 from sparge.backends.triton.rates import card_of, roofline
 from sparge.cli import BAD_RESULT, OK, Parser
 from sparge.cli import main as sparge
-from sparge.cli.machine import devices, where_it_runs
+from sparge.cli.machine import devices
 from sparge.cli.screen import to_json
 from sparge.routing import current_router
 from sparge.routing.crossover import Crossover
 from sparge.support.atomic_files import replace_file
 
 from ..commands.arguments import check_file
+from ..machine import where_it_runs
 from . import study
 from .gpu_estimates import Rig, replacements
 

@@ -18,11 +18,11 @@ from torch import Tensor
 import sparge
 from sparge.cli import BAD_RESULT, OK, Parser
 from sparge.cli.arguments import add_json, whole
-from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
 from sparge.models.tokens import Placed
 from sparge.support.turns import take_turns, timer
 
+from ..machine import machine_text, where_it_runs
 from ..zoo import best_dtype
 from . import study
 

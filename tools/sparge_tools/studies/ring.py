@@ -27,12 +27,12 @@ import sparge
 from sparge import DEFAULT, KeepMass, Recipe
 from sparge.cli import BAD_RESULT, OK, Parser
 from sparge.cli.arguments import add_json, whole
-from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
 from sparge.parallel import ring_attention, shard, unshard
 from sparge.parallel.layout import zigzag
 from sparge.synthetic import structured_qkv
 
+from ..machine import machine_text, where_it_runs
 from . import study
 
 MOST = 0.6

@@ -30,19 +30,11 @@ from torch import Tensor
 from sparge import BLOCK_K, BLOCK_Q, DEFAULT, VISION, KeepAll, KeepError, Recipe, make_plan
 from sparge.cli import OK, Parser
 from sparge.cli.arguments import add_json, wholes
-from sparge.cli.screen import (
-    Column,
-    Table,
-    console,
-    deliver,
-    milliseconds,
-    progress,
-    share,
-    show_table,
-)
+from sparge.cli.screen import Column, Table, console, deliver, share, show_table
 from sparge.synthetic import structured_qkv
 
 from ..commands.arguments import check_file, words
+from ..screen import milliseconds, progress
 from ..synthetic_video import video_qkv
 from . import study
 

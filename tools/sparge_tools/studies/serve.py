@@ -27,12 +27,12 @@ import sparge
 from sparge import DEFAULT, Recipe
 from sparge.cli import OK, Parser
 from sparge.cli.arguments import add_json, add_recipe, whole, wholes
-from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
-from sparge.support.turns import threads as set_threads
 from sparge.synthetic import structured_qkv
 
 from .. import zoo
+from ..machine import machine_text, where_it_runs
+from ..measuring import threads as set_threads
 from ..optional_libraries import need_libraries
 from . import study
 

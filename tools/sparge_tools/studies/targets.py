@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from sparge.cli import OK, Parser
-from sparge.cli.machine import load_text
-from sparge.cli.screen import Column, Table, console, error, percent, share, show_table, times
+from sparge.cli.screen import Column, Table, console, error, share, show_table
 
 from ..bench.cases import Case
 from ..evaluate.settings import ERRORS, NEEDLE, PERPLEXITY, PREFILL, SHORT
+from ..machine import load_text
+from ..screen import percent, times
 from . import study
 
 BACKEND = "cpu"

@@ -26,15 +26,16 @@ from sparge import BLOCK_K, BLOCK_Q, KeepError, KeepMass, Recipe, accelerate, at
 from sparge.api.accuracy import spread_rows
 from sparge.cli import OK, Parser
 from sparge.cli.arguments import add_json, whole
-from sparge.cli.machine import machine_text, where_it_runs
-from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
-from sparge.cli.self_check import Truth
+from sparge.cli.screen import Column, Table, console, deliver, error, share, show_table
 from sparge.reorder import check_grid, check_order, reorder_tokens, restore_tokens
 from sparge.routing import DENSE
 from sparge.values.call import in_blocks
 
 from .. import zoo
+from ..bench.truth import Truth
 from ..commands.arguments import budgets, check_file, words
+from ..machine import machine_text, where_it_runs
+from ..screen import progress
 from ..synthetic_video import video_qkv
 from . import study
 

@@ -20,11 +20,11 @@ from torch import Tensor
 import sparge
 from sparge.cli import BAD_RESULT, OK, Parser
 from sparge.cli.arguments import add_json, whole
-from sparge.cli.machine import machine_text, where_it_runs
 from sparge.cli.screen import console, deliver
 from sparge.support.turns import take_turns, timer
 from sparge.synthetic import structured_qkv
 
+from ..machine import machine_text, where_it_runs
 from . import study
 
 HEADS: Any = {"Hq": 9, "Hk": 3, "D": 64}

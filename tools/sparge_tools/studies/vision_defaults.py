@@ -22,11 +22,12 @@ from torch import Tensor
 from sparge import VISION, KeepError, Recipe, accelerate
 from sparge.cli import OK, Parser
 from sparge.cli.arguments import add_json, whole
-from sparge.cli.machine import machine_text, where_it_runs
-from sparge.cli.screen import Column, Table, console, deliver, error, progress, share, show_table
+from sparge.cli.screen import Column, Table, console, deliver, error, share, show_table
 from sparge.routing import DENSE
 
 from .. import zoo
+from ..machine import machine_text, where_it_runs
+from ..screen import progress
 from ..zoo.vision.task import ZooModule
 from . import study
 from .token_orders import LEAST_TOKENS
