@@ -25,8 +25,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..support.device_constants import constant
@@ -174,8 +176,7 @@ def rows_of_blocks(n_q: int) -> tuple[int, int]:
 # -- rows --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Places:
+class _Places(NamedTuple):
     """What follows from the length alone, for each of n checked query blocks: its first row; places
     that may be checked `[n, 128]`; how many of them are far ones, and how many are not; far ranks
     and places `[n, 128]` in pseudo-random order, places that may not be checked last."""
@@ -237,7 +238,7 @@ def checked_places(Lq: int, sample_rows: int) -> _Places:
 def _places_on(Lq: int, sample_rows: int, device: torch.device) -> _Places:
     """Copied to a device once, so that a later call waits for nothing."""
     with torch.inference_mode(False):
-        return _Places(*(x.to(device) for x in vars(checked_places(Lq, sample_rows)).values()))
+        return _Places(*(x.to(device) for x in checked_places(Lq, sample_rows)))
 
 
 def choose_rows(
@@ -247,11 +248,9 @@ def choose_rows(
     its block; `energy [B, Hq, n_q]`: sum of the squares of the block's queries; fp32."""
     B, Hq, Lq = deviation.shape
     n_q, device = energy.shape[2], deviation.device
-    places = _places_on(Lq, sample_rows, device)
+    starts, may, n_far, n_near, far_ranks, near_places = _places_on(Lq, sample_rows, device)
     rows, most = rows_of_blocks(n_q)
-    starts, may, near_places = places.starts, places.may, places.near_places
-    n_far, n_near, far_ranks = places.n_far, places.n_near, places.far_ranks
-    padded = torch.nn.functional.pad(deviation, (0, n_q * BLOCK_Q - Lq))
+    padded = F.pad(deviation, (0, n_q * BLOCK_Q - Lq))
     # What is not finite is farthest of all.
     far_off = padded.unflatten(2, (n_q, BLOCK_Q))[:, :, starts // BLOCK_Q].nan_to_num(
         torch.inf, torch.inf
@@ -343,8 +342,8 @@ def decide(
     may_raise: the precision is one of 8 bits.
     """
     B, Hq = measured.whole.shape[:2]
-    numbers = tuple(heads_of(keep.max_error, Hq))
-    budget = constant(numbers, torch.float64, measured.whole.device).expand(B, Hq)
+    budget = constant(tuple(heads_of(keep.max_error, Hq)), torch.float64, measured.whole.device)
+    budget = budget.expand(B, Hq)
     mean = _weighted(measured, measured.whole[..., None])
     skipping = _weighted(measured, measured.skipping) / mean
     total = _weighted(measured, measured.total) / mean
@@ -356,11 +355,9 @@ def decide(
     off = measured.skipping / mean[..., None] - rate.unsqueeze(-2) * measured.dropped
     rate_noise = (measured.weights[..., None] * off).square().sum(-2).sqrt() / (dropped + PRIOR)
     added = (total[..., :-1] - skipping).clamp(min=0.0)
-    facts = zip(survey.mean, survey.deviation, survey.heaviest, strict=True)
-    curves = [
-        _Curves.of(*numbers_of_kind, rate, rate_noise, added, quantized, noise)
-        for numbers_of_kind in facts
-    ]
+    next_measured = constant(NEXT_MEASURED, torch.int64, mean.device)
+    rate, rate_noise, added = (x[..., next_measured] for x in (rate, rate_noise, added))
+    curves = _Curves.of(survey, rate, rate_noise, torch.cat([added, quantized], -1), noise)
     # Where precision is raised: below this budget, for all heads of a key head.
     threshold = ((quantized + noise)[..., 0] / RAISE_FROM).nan_to_num(0.0) * may_raise
     lowest = threshold.amax(0).unflatten(0, (Hk, -1))
@@ -369,42 +366,30 @@ def decide(
     above = lowest.amax(-1).repeat_interleave(group).expand(B, Hq)
     of_head = raised.repeat_interleave(group).expand(B, Hq)
     step = _sparsest(curves, budget, of_head, above)
-    error, bound = _at(curves, budget, of_head, step)
+    found = (x.gather(-1, step[..., None])[..., 0] for x in curves.at(budget, of_head)[:2])
+    error, bound = (x.nan_to_num(0.0, 0.0) for x in found)  # 0 where nothing finite was measured
     return Decision(step, error, bound, raised)
 
 
-def _sparsest(curves: list[_Curves], budget: Tensor, raised: Tensor, above: Tensor) -> Tensor:
+def _sparsest(curves: _Curves, budget: Tensor, raised: Tensor, above: Tensor) -> Tensor:
     """The densest step that this budget or any larger one takes.
 
     Between the two budgets at which something else than the comparison changes, the step falls as
     the budget grows; so it is enough to look at these two.
     """
-    step = _step(curves, budget, raised)
+    step = curves.sparsest(budget, raised)
     edge = torch.full_like(budget, SMALL_BUDGET)
-    at_edge = _step(curves, edge, raised & (edge < above))
+    at_edge = curves.sparsest(edge, raised & (edge < above))
     step = torch.where(budget < edge, torch.maximum(step, at_edge), step)
-    at_above = _step(curves, torch.maximum(above, budget), torch.zeros_like(raised))
+    at_above = curves.sparsest(torch.maximum(above, budget), torch.zeros_like(raised))
     return torch.where(raised, torch.maximum(step, at_above), step)
-
-
-def _step(curves: list[_Curves], budget: Tensor, raised: Tensor) -> Tensor:
-    found = [own.sparsest(budget, raised) for own in curves]
-    return torch.where(budget < SMALL_BUDGET, found[1], found[0])
-
-
-def _at(
-    curves: list[_Curves], budget: Tensor, raised: Tensor, step: Tensor
-) -> tuple[Tensor, Tensor]:
-    found = [own.at(step, raised) for own in curves]
-    small = budget < SMALL_BUDGET
-    error, bound = (torch.where(small, b, a) for a, b in zip(*found, strict=True))
-    return error, bound
 
 
 @dataclass(frozen=True)
 class _Curves:
-    """Error of every step, everything last, `[B, Hq, S + 1]`: by skipping alone, its upper bound,
-    how far off the estimate may be, and what quantization adds to both."""
+    """Error of every step, everything last, for both kinds of weights, `[2, B, Hq, S + 1]`: by
+    skipping alone, its upper bound, and how far off the estimate may be; what quantization adds to
+    the first two, `[B, Hq, S + 1]`, and to the bound, `[B, Hq, 1]`."""
 
     error: Tensor
     bound: Tensor
@@ -414,58 +399,37 @@ class _Curves:
 
     @classmethod
     def of(
-        cls,
-        mean: Tensor,
-        deviation: Tensor,
-        heaviest: Tensor,
-        rate: Tensor,
-        rate_noise: Tensor,
-        added: Tensor,
-        quantized: Tensor,
-        noise: Tensor,
+        cls, survey: Survey, rate: Tensor, rate_noise: Tensor, added: Tensor, noise: Tensor
     ) -> _Curves:
-        next_measured = constant(NEXT_MEASURED, torch.int64, mean.device)
-        sparser = constant(SPARSER, torch.int64, mean.device)
-        rate, rate_noise, added = (x[..., next_measured] for x in (rate, rate_noise, added))
-        bound = rate * (mean + Z * deviation + TAIL * heaviest[..., sparser])
+        """rate, rate_noise: the error per mass of each step, and how far off that may be."""
+        mean, sparser = survey.mean, constant(SPARSER, torch.int64, survey.mean.device)
+        heaviest = survey.heaviest[..., sparser]
+        bound = rate * (mean + Z * survey.deviation + TAIL * heaviest)
         plain = rate * mean
         error = plain + LEAN * (bound - plain)
         doubt = ((bound - plain).square() + (Z * mean * rate_noise).square()).sqrt()
-        none = torch.zeros_like(error[..., :1])
-        return cls(
-            torch.cat([error, none], -1),
-            torch.cat([bound, none], -1),
-            torch.cat([doubt, none], -1),
-            torch.cat([added, quantized], -1),
-            noise,
-        )
+        return cls(*(F.pad(x, (0, 1)) for x in (error, bound, doubt)), added, noise)
+
+    def at(self, budget: Tensor, raised: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Error, bound and doubt of every step, `[B, Hq, S + 1]`, by the rows that budgets of this
+        size survey; nothing is added to heads that are raised."""
+        small, kept = (budget < SMALL_BUDGET)[..., None], ~raised[..., None]
+        curves = (self.error, self.bound, self.doubt)
+        error, bound, doubt = (torch.where(small, every, base) for base, every in curves)
+        added, noise = (torch.where(kept, x, 0.0) for x in (self.added, self.noise))
+        return error + added, bound + added + noise, doubt
 
     def sparsest(self, budget: Tensor, raised: Tensor) -> Tensor:
         """The sparsest step such that it and all denser ones are within the budget; from there on
         the sparsest whose error is known well enough."""
-        kept = ~raised[..., None]
-        added = torch.where(kept, self.added, 0.0)
-        bound = self.bound + added + torch.where(kept, self.noise, 0.0)
+        error, bound, doubt = self.at(budget, raised)
         n = bound.shape[-1] - 1
         fits = (bound <= budget[..., None])[..., :n]
         first = n - fits.flip(-1).cumprod(-1).sum(-1)
-        known = self.doubt <= RESOLVED * (self.error + added).clamp(min=LEAST_ERROR)
         steps = torch.arange(n + 1, device=budget.device)
-        good = (steps >= first[..., None]) & known
+        good = (steps >= first[..., None]) & (doubt <= RESOLVED * error.clamp(min=LEAST_ERROR))
         good[..., n] = True
         return torch.where(good, steps, n).amin(-1)
-
-    def at(self, step: Tensor, raised: Tensor) -> tuple[Tensor, Tensor]:
-        """`(error, bound)` of a step of each head; 0 where nothing finite was measured."""
-        kept = ~raised[..., None]
-        added = torch.where(kept, self.added, 0.0)
-        noise = torch.where(kept, self.noise, 0.0)
-        pick = step[..., None]
-        error, bound = self.error + added, self.bound + added + noise
-        return (
-            error.gather(-1, pick)[..., 0].nan_to_num(0.0, 0.0),
-            bound.gather(-1, pick)[..., 0].nan_to_num(0.0, 0.0),
-        )
 
 
 def _weighted(measured: Measured, x: Tensor) -> Tensor:
