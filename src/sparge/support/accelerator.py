@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,34 +18,8 @@ from .later import Later
 K = TypeVar("K", bound=Hashable)
 
 
-class Mark(Protocol):
-    """A place in a stream, as torch's events are."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the device has come to it."""
-        ...
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds of the device from here to another mark, both of which it has passed."""
-        ...
-
-
-class Accelerator(Protocol):
-    def capturing(self) -> bool:
-        """Whether this thread captures a graph. Then no mark may be made or asked for."""
-        ...
-
-    def mark(self, device: torch.device) -> Mark:
-        """A mark in the current stream of a device."""
-        ...
-
-    def start_copy(self, x: Tensor) -> Tensor:
-        """`x` in host memory, complete once the device passes a mark that is made after this."""
-        ...
+Mark = torch.Event
+"""A place in a stream; `elapsed_time` is in milliseconds of the device."""
 
 
 @dataclass(frozen=True)
@@ -55,32 +29,35 @@ class TorchAccelerator:
     module: Any
 
     def capturing(self) -> bool:
+        """Whether this thread captures a graph. Then no mark may be made or asked for."""
         asked = getattr(self.module, "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
 
     def mark(self, device: torch.device) -> Mark:
+        """A mark in the current stream of a device."""
         event: Mark = self.module.Event(enable_timing=True)
-        event.record(self.module.current_stream(device))  # type: ignore[attr-defined]
+        event.record(self.module.current_stream(device))
         return event
 
     def start_copy(self, x: Tensor) -> Tensor:
+        """`x` in host memory, complete once the device passes a mark that is made after this."""
         # Pageable memory would make the copy wait. torch keeps pinned blocks for later copies.
         host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         return host.copy_(x, non_blocking=True)
 
 
-KNOWN: dict[str, Accelerator | None] = {"cpu": None, "meta": None}
+KNOWN: dict[str, TorchAccelerator | None] = {"cpu": None, "meta": None}
 """By type of device; None for the host, and where torch has no events."""
 
 
-def accelerator(kind: str) -> Accelerator | None:
+def accelerator(kind: str) -> TorchAccelerator | None:
     """Marks and copies for devices of this type (`"cuda"`, `"xpu"`); None where there are none."""
     if kind not in KNOWN:
         KNOWN[kind] = _of_torch(kind)
     return KNOWN[kind]
 
 
-def _of_torch(kind: str) -> Accelerator | None:
+def _of_torch(kind: str) -> TorchAccelerator | None:
     try:
         module = torch.get_device_module(kind)
     except RuntimeError:
@@ -96,7 +73,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def to_host(
-    found: Accelerator, device: torch.device, tensors: Mapping[K, Tensor]
+    found: TorchAccelerator, device: torch.device, tensors: Mapping[K, Tensor]
 ) -> Later[dict[K, Tensor]]:
     """These small tensors on the host, all by one copy of their bytes."""
     copied = None

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ..support.later import Later
 from .call import ROW_GROUP
 from .recipe import Recipe
-
-_BY_HEAD = tuple(f"{name}_by_head" for name in ("kept", "allowed", "pv_skips"))
-_MEASURED = tuple(f"{name}_by_head" for name in ("error", "bound", "precision"))
-_TOTALS = ("sparsity", "kept", "allowed", "pv_skips", "pv_groups", "seconds")
-NUMBERS = frozenset((*_TOTALS, *_BY_HEAD, *_MEASURED, "ring"))
-"""Of a `Run`, what is counted and timed; the rest is known when the call is made."""
-_NOTHING: dict[str, Any] = dict.fromkeys(("kept", "allowed", "pv_skips", "pv_groups"), 0)
 
 
 @dataclass(frozen=True)
@@ -102,16 +95,16 @@ class Run:
     routed_to_dense: bool
     rejected: dict[str, str]
     recipe: Recipe
-    sparsity: float
-    kept: int
-    allowed: int
-    pv_skips: int
-    pv_groups: int
+    # Defaults of numbers are made: one that stood in the class would hide that it is not read yet.
+    sparsity: float = field(default_factory=float)
+    kept: int = field(default_factory=int)
+    allowed: int = field(default_factory=int)
+    pv_skips: int = field(default_factory=int)
+    pv_groups: int = field(default_factory=int)
     seconds: dict[str, float] = field(default_factory=dict)
     waited: float = field(default_factory=float)
     parts: tuple[Run, ...] = ()
     label: str = ""
-    # Defaults of numbers are made: one that stood in the class would hide that it is not read yet.
     kept_by_head: tuple[int, ...] = field(default_factory=tuple)
     allowed_by_head: tuple[int, ...] = field(default_factory=tuple)
     pv_skips_by_head: tuple[int, ...] = field(default_factory=tuple)
@@ -128,7 +121,7 @@ class Run:
         """A run whose numbers (some of `NUMBERS`) may still be on their way from a device."""
         if numbers.is_known:
             return cls(**known, **numbers.value())
-        run = cls(**known, sparsity=0.0, **_NOTHING)
+        run = cls(**known)
         unread = {name: vars(run).pop(name) for name in NUMBERS}
         vars(run)["_later"] = numbers.then(lambda found: {**unread, **found})
         return run
@@ -136,7 +129,7 @@ class Run:
     @classmethod
     def of_captured(cls, known: Mapping[str, Any]) -> Run:
         """The run of a call that a graph captures."""
-        return cls(**known, sparsity=0.0, **_NOTHING, seconds={"total": 0.0}, captured=True)
+        return cls(**known, seconds={"total": 0.0}, captured=True)
 
     def ready(self) -> bool:
         """Whether its numbers can be read without waiting for a device."""
@@ -214,11 +207,13 @@ class Run:
             return ""
         found = f", error {max(self.error_by_head):.4f} (bound {max(self.bound_by_head):.4f})"
         given = enumerate(self.precision_by_head or ())
-        raised = [str(h) for h, name in given if name != self.recipe.precision]
-        if not raised:
-            return found
-        name = next(n for n in self.precision_by_head or () if n != self.recipe.precision)
-        return f"{found}, heads {' '.join(raised)} in {name}"
+        raised = {str(h): name for h, name in given if name != self.recipe.precision}
+        heads = f", heads {' '.join(raised)} in {next(iter(raised.values()))}" if raised else ""
+        return found + heads
+
+
+NUMBERS = frozenset(one.name for one in fields(Run) if one.default_factory is not MISSING)
+"""Of a `Run`, what is counted and timed; the rest is known when the call is made."""
 
 
 def when_read(runs: Sequence[Run]) -> Later[Sequence[Run]]:
