@@ -187,7 +187,7 @@ def test_doctor_on_a_card_that_is_not_known(doctor, monkeypatch):
 def test_doctor_calibrates_a_card(doctor, monkeypatch, new_router):
     pretend(monkeypatch, properties())
     nothing = {"state": "none", "why": ""}
-    monkeypatch.setattr("sparge.cli.doctor_command.calibrate", lambda: nothing)
+    monkeypatch.setattr("sparge.cli.doctor_command.cpu_status", lambda measure: nothing)
     made = replace(BUILT_IN, date="2026-01-01", took=90.0, noise=1.8, measured=True)
     new_router(measure=lambda backend, place: made)
     (card,) = doctor("--calibrate")[0]["cards"]

@@ -61,9 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     # Before the checks: their calls could measure it first.
     gpu = gpu_status(measure=args.calibrate)
-    crossover = cached()
-    if args.calibrate and (native.why_missing() is None or not gpu["cards"]):
-        crossover = calibrate()
+    missing = native.why_missing() is not None
+    crossover = cpu_status(measure=args.calibrate and not (missing and gpu["cards"]))
     checks = [asdict(check) for device in devices() for check in check_backends(device)]
     passed = all(check["verdict"] != "failed" for check in checks)
     document = {
@@ -148,28 +147,30 @@ def show(document: dict[str, Any]) -> None:
 # --- the CPU ----------------------------------------------------------------------------------
 
 
-def calibrate() -> dict[str, Any]:
-    """Measure again, store the result, and return its status."""
+def cpu_status(*, measure: bool) -> dict[str, Any]:
+    """The crossover of this machine, number of threads and instruction set: as it is cached, or
+    measured again and stored."""
     if why := native.why_missing():
-        raise Unsupported("there is nothing to calibrate:", {"cpu": why}, "dense attention is used")
-    measured = current_router().measure(CPU, CPU)
-    return _status(measured, current_router().adopt(measured, CPU, CPU), "measured now")
-
-
-def cached() -> dict[str, Any]:
-    """The cached crossover of this machine, number of threads and instruction set."""
-    if why := native.why_missing():
+        if measure:
+            reasons = {"cpu": why}
+            raise Unsupported("there is nothing to calibrate:", reasons, "dense attention is used")
         return {"state": "none", "why": why}
-    key = current_router().key(CPU, CPU)
-    found, why = cost_file.read(key)
-    if found is not None:
-        return _status(found, "", "measured before")
+    router = current_router()
+    key = router.key(CPU, CPU)
+    found, why = (router.measure(CPU, CPU), "") if measure else cost_file.read(key)
+    status = {"state": "none", "why": why, "key": key, "file": cost_file_path(key)}
+    if found is None:
+        return {**status, "failure": router.failure(CPU, CPU)}
+    if measure and (why := router.adopt(found, CPU, CPU)):
+        status |= {"why": why, "file": None}
+    names = ("date", "took", "noise", "busy", "steady")
     return {
-        "state": "none",
-        "why": why,
-        "key": key,
-        "file": cost_file_path(key),
-        "failure": current_router().failure(CPU, CPU),
+        **status,
+        "state": "measured now" if measure else "measured before",
+        **{name: getattr(found, name) for name in names},
+        "failure": router.failure(CPU, CPU),
+        "rows": crossover_rows(found),
+        "costs": cost_file.to_dict(found)["costs"],
     }
 
 
@@ -182,20 +183,6 @@ def instruction_sets() -> dict[str, Any]:
         "runs": runs,
         "description": native.isas()[runs].description if runs else None,
         "forced": os.environ.get(native.ENV_ISA) or None,
-    }
-
-
-def _status(crossover: Crossover, why: str, state: str) -> dict[str, Any]:
-    names = ("date", "took", "noise", "busy", "steady")
-    return {
-        "state": state,
-        "why": why,
-        "key": dict(crossover.key),
-        "file": None if why else cost_file_path(crossover.key),
-        **{name: getattr(crossover, name) for name in names},
-        "failure": current_router().failure(CPU, CPU),
-        "rows": crossover_rows(crossover),
-        "costs": cost_file.to_dict(crossover)["costs"],
     }
 
 
@@ -223,10 +210,7 @@ def status_lines(status: dict[str, Any]) -> dict[str, str]:
             **failed,
         }
     facts = ", ".join(f"{name} {value}" for name, value in status["key"].items())
-    took = (
-        f"in {status['took']:.1f} s, a median turn {status['noise']:.2f}x the fastest, "
-        f"{status['busy']:.0%} of the cores used by others"
-    )
+    took = f"{_took(status)}, {status['busy']:.0%} of the cores used by others"
     if not status["steady"]:
         took += "; not steady: a later process measures again, or --calibrate on a quiet machine"
     return {
@@ -235,6 +219,10 @@ def status_lines(status: dict[str, Any]) -> dict[str, str]:
         "kept in": status["file"] or status["why"],
         **failed,
     }
+
+
+def _took(status: dict[str, Any]) -> str:
+    return f"in {status['took']:.1f} s, a median turn {status['noise']:.2f}x the fastest"
 
 
 def cost_file_path(key: Mapping[str, str]) -> str | None:
@@ -358,8 +346,5 @@ def _cost_text(cost: dict[str, Any]) -> str:
         return f"{cost['state']}; {CALIBRATE}"
     unsteady = "" if cost["steady"] else "; not steady: --calibrate again on a quiet card"
     kinds = f"{len(cost['costs'])} of {len(cost_names())} unit costs"
-    return (
-        f"{cost['state']}, {cost['date']}, in {cost['took']:.1f} s, a median turn "
-        f"{cost['noise']:.2f}x the fastest{unsteady}; {kinds}; kept in "
-        f"{cost['file'] or cost['why']}"
-    )
+    kept = f"kept in {cost['file'] or cost['why']}"
+    return f"{cost['state']}, {cost['date']}, {_took(cost)}{unsteady}; {kinds}; {kept}"

@@ -17,13 +17,17 @@ NEIGHBOURS = ("numpy", "safetensors", "triton", "transformers", "diffusers")
 
 
 def machine() -> dict[str, Any]:
+    """instruction_sets: None where the system does not list them."""
+    facts = cpuinfo()
+    flags = facts.get("flags") or facts.get("Features")
+    has = None if flags is None else {name: name in flags.split() for name in INSTRUCTION_SETS}
     return {
         "architecture": platform.machine(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "instruction_sets": _instruction_sets(cpuinfo()),
+        "instruction_sets": has,
         "accelerators": accelerators(),
     }
 
@@ -59,9 +63,3 @@ def _installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _instruction_sets(facts: dict[str, str]) -> dict[str, bool] | None:
-    """None where the system does not list them."""
-    flags = facts.get("flags") or facts.get("Features")
-    return None if flags is None else {name: name in flags.split() for name in INSTRUCTION_SETS}
