@@ -22,7 +22,6 @@ from .values.blockplan import (
     check_facts,
     checked_tokens,
     lists_from_mask,
-    mask_from_lists,
     plan_from_mask,
 )
 from .values.call import BLOCK_K, BLOCK_Q
@@ -238,13 +237,7 @@ def _mask_of_csr(indptr: Tensor, indices: Tensor, shape: tuple[int, int, int, in
             f"indptr must rise from 0 to the {length} entries of indices and never fall, got "
             f"{int(indptr[0])} … {int(indptr[-1])}, least step {int(counts.min())}"
         )
-    rows = torch.arange(len(counts), device=indptr.device)
-    rows = rows.repeat_interleave(counts, output_size=length)
-    places = rows * n_k + indices
-    _check_columns("indices", indices, n_k, rising=(places.diff() > 0))
-    mask = torch.zeros(len(counts) * n_k, dtype=torch.bool, device=indptr.device)
-    mask[places] = True
-    return mask.view(shape)
+    return _mask_of_rows("indices", counts, indices, n_k).view(shape)
 
 
 def _check_lists(
@@ -285,9 +278,8 @@ def _mask_of_lists(pairs: dict[str, tuple[Tensor, Tensor]], tokens: TokenMask, n
                 f"{int(counts.min())} … {int(counts.max())}"
             )
         used = torch.arange(width, device=indices.device) < counts[..., None]
-        rising = (indices[..., 1:] > indices[..., :-1]) | ~used[..., 1:]
-        _check_columns(f"{kind}_block_idx", indices[used], n_k, rising=rising)
-        masks.append(mask_from_lists(counts, indices, n_k))
+        mask = _mask_of_rows(f"{kind}_block_idx", counts.flatten(), indices[used], n_k)
+        masks.append(mask.view(*counts.shape, n_k))
     if len(masks) == 1:
         return masks[0]
     partial, full = masks
@@ -322,14 +314,21 @@ def _check_int32(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return checked
 
 
-def _check_columns(name: str, columns: Tensor, n_k: int, *, rising: Tensor) -> None:
+def _mask_of_rows(name: str, counts: Tensor, columns: Tensor, n_k: int) -> Tensor:
+    """The bool map `[rows, n_k]` of rows that have `counts` of the columns, one row after another;
+    raises unless each row's are ascending key blocks."""
     if bool(((columns < 0) | (columns >= n_k)).any()):
         raise ValueError(
             f"{name} must be key blocks 0 … {n_k - 1} (of {BLOCK_K} rows), got "
             f"{int(columns.min())} … {int(columns.max())}"
         )
-    if not bool(rising.all()):
+    rows = torch.arange(len(counts), device=columns.device)
+    places = rows.repeat_interleave(counts, output_size=len(columns)) * n_k + columns
+    if not bool((places.diff() > 0).all()):
         raise ValueError(
             f"{name} must be ascending in each row, no block twice, got rows that are not; sort "
             "each row"
         )
+    mask = torch.zeros(len(counts) * n_k, dtype=torch.bool, device=columns.device)
+    mask[places] = True
+    return mask.view(-1, n_k)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .. import __version__
 from ..support.errors import Unsupported
@@ -82,17 +82,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
         if name in argv:  # import no other command
-            module = _module(name)
+            module = (
+                need_tool(TOOL_COMMANDS, name, what=f"sparge {name}")
+                if name in TOOLS
+                else import_module(f"{__name__}.{name}_command")
+            )
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser.parse_args(argv)
-
-
-def _module(name: str) -> Any:
-    """The module of a command, of this package or of sparge-tools."""
-    if name in TOOLS:
-        return need_tool(TOOL_COMMANDS, name, what=f"sparge {name}")
-    return import_module(f"{__name__}.{name}_command")
 
 
 def _complain(message: str, code: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,9 +92,20 @@ class BlockPlan:
         if causal_align not in CAUSAL_ALIGNS:
             raise ValueError(f"causal_align must be one of {CAUSAL_ALIGNS}, got {causal_align!r}")
         check_facts(Lq, Lk, is_causal)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"a block mask must be bool, got {came}; write mask.bool()")
+        n_q, n_k = n_blocks(Lq, BLOCK_Q), n_blocks(Lk, BLOCK_K)
+        if mask.dim() != 4 or tuple(mask.shape[2:]) != (n_q, n_k):
+            raise ValueError(
+                f"a block mask for lengths {Lq} and {Lk} must have shape [B, Hq, {n_q}, {n_k}] "
+                f"(query blocks of {BLOCK_Q}, key blocks of {BLOCK_K} rows), got "
+                f"{tuple(mask.shape)}"
+            )
         offset = diagonal_offset(Lq, Lk, causal_align)
         given = TokenMask(Lq, Lk, is_causal, offset, attn_mask)
-        return plan_from_mask(mask, _checked_mask(mask, given))
+        tokens = checked_tokens(given, (mask.shape[0], mask.shape[1]), mask.device)
+        return plan_from_mask(mask, tokens)
 
     @property
     def diagonal(self) -> TokenMask:
@@ -104,7 +114,12 @@ class BlockPlan:
 
     def to_mask(self) -> Tensor:
         """The kept blocks as bool `[B, Hq, n_q, n_k]`."""
-        return mask_from_lists(self.counts, self.indices, self.indices.shape[-1])
+        n_k, device = self.indices.shape[-1], self.indices.device
+        used = torch.arange(n_k, device=device) < self.counts[..., None]
+        # Unused entries land in an extra column that is cut off again.
+        where = torch.where(used, self.indices, n_k).long()
+        mask = torch.zeros((*self.counts.shape, n_k + 1), dtype=torch.bool, device=device)
+        return mask.scatter_(-1, where, True)[..., :n_k]
 
     @property
     def density(self) -> float:
@@ -157,7 +172,16 @@ class BlockPlan:
 
         try:
             with safe_open(path, framework="pt") as file:
-                facts = _facts_of_file(path, file.metadata() or {})
+                metadata = file.metadata() or {}
+                if (written := metadata.get("format")) != FILE_FORMAT:
+                    raise ValueError(
+                        f"{path} is not a block plan this version reads: its format is "
+                        f"{written!r}, needed is {FILE_FORMAT!r}"
+                    )
+                facts = parse_json(metadata["plan"], f"{path} is damaged: its metadata")
+                if not isinstance(facts, dict) or set(facts) != {*_FACTS}:
+                    needed = f"its metadata must have exactly {sorted(_FACTS)}"
+                    raise ValueError(f"{path} is damaged: {needed}")
                 plan = cls(**{name: file.get_tensor(name) for name in _TENSORS}, **facts)
             plan.validate(f"{path} is damaged: ")
             return plan
@@ -226,8 +250,7 @@ class BlockPlan:
 
     def picture(self, b: int = 0, h: int = 0, width: int = 32) -> str:
         """One head drawn with query blocks downwards and key blocks across."""
-        tokens = self.diagonal
-        allowed = tokens.block_kinds(self.counts.device)[0, 0] != EXCLUDED
+        allowed = self.diagonal.block_kinds(self.counts.device)[0, 0] != EXCLUDED
         return draw_blocks(self.to_mask()[b, h], allowed, width)
 
     def __str__(self) -> str:
@@ -247,19 +270,6 @@ class BlockPlan:
 
 _TENSORS = ("counts", "indices", "allowed")
 _FACTS = ("Lq", "Lk", "is_causal", "offset", "has_mask")
-
-
-def _facts_of_file(path: str | os.PathLike[str], metadata: dict[str, str]) -> dict[str, Any]:
-    written = metadata.get("format")
-    if written != FILE_FORMAT:
-        raise ValueError(
-            f"{path} is not a block plan this version reads: its format is {written!r}, needed is "
-            f"{FILE_FORMAT!r}"
-        )
-    facts = parse_json(metadata["plan"], f"{path} is damaged: its metadata")
-    if not isinstance(facts, dict) or set(facts) != {*_FACTS}:
-        raise ValueError(f"{path} is damaged: its metadata must have exactly {sorted(_FACTS)}")
-    return facts
 
 
 def raised_heads(measured: Tensor) -> Tensor:
@@ -303,15 +313,6 @@ def lists_from_mask(kept: Tensor, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     order = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
     used = torch.arange(kept.shape[-1], device=kept.device) < counts[..., None]
     return counts, torch.where(used, order, fill).to(torch.int32)
-
-
-def mask_from_lists(counts: Tensor, indices: Tensor, n_k: int) -> Tensor:
-    """The bool map of lists; entries behind the count are not looked at."""
-    used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    # Unused entries land in an extra column that is cut off again.
-    where = torch.where(used, indices, n_k).long()
-    mask = torch.zeros((*indices.shape[:-1], n_k + 1), dtype=torch.bool, device=indices.device)
-    return mask.scatter_(-1, where, True)[..., :n_k]
 
 
 def block_counts(tokens: TokenMask) -> tuple[int, int]:
@@ -370,18 +371,3 @@ def checked_tokens(given: TokenMask, heads: tuple[int, int], device: torch.devic
     weights = (*heads, given.Lq, given.Lk)
     check_mask(given.attn_mask, weights, device=device, dtypes=_MASK_DTYPES)
     return replace(given, attn_mask=as_4d(given.attn_mask))
-
-
-def _checked_mask(mask: Tensor, given: TokenMask) -> TokenMask:
-    """`given` with its token mask as 4-D; raises unless the bool map fits it."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"a block mask must be bool, got {came}; write mask.bool()")
-    needed = block_counts(given)
-    if mask.dim() != 4 or tuple(mask.shape[2:]) != needed:
-        raise ValueError(
-            f"a block mask for lengths {given.Lq} and {given.Lk} must have shape [B, Hq, "
-            f"{needed[0]}, {needed[1]}] (query blocks of {BLOCK_Q}, key blocks of {BLOCK_K} rows), "
-            f"got {tuple(mask.shape)}"
-        )
-    return checked_tokens(given, (mask.shape[0], mask.shape[1]), mask.device)

@@ -85,9 +85,9 @@ class Fingerprint:
         return found
 
     @classmethod
-    def from_dict(cls, data: Any, where: str = "model") -> Fingerprint:
+    def from_dict(cls, data: Any) -> Fingerprint:
         """From a file's object, which may hold the model's name too."""
-        fields = Fields(data, where, ("name", *cls.__dataclass_fields__), what="the model")
+        fields = Fields(data, "model", ("name", *cls.__dataclass_fields__), what="the model")
         given = fields.get("shapes", dict)
         sizes = Fields(given, fields.place("shapes"), tuple(given), what="shapes")
         shapes = {name: sizes.number(name, least=0, whole=True) for name in given}
