@@ -151,14 +151,11 @@ class Recipe:
                 f"keep must be KeepMass, KeepFraction, KeepError or KeepAll, got {self.keep!r}; "
                 "for a number write KeepMass(number)"
             )
-        for name, known in (
-            ("predictor", PREDICTORS),
-            ("precision", PRECISIONS),
-            ("skipped", SKIPPED),
-        ):
+        names = {"predictor": PREDICTORS, "precision": PRECISIONS, "skipped": SKIPPED}
+        for name, known in names.items():
             if (value := getattr(self, name)) not in known:
-                names = ", ".join(map(repr, known))
-                raise ValueError(f"{name} must be one of {names}; got {value!r}")
+                listed = ", ".join(map(repr, known))
+                raise ValueError(f"{name} must be one of {listed}; got {value!r}")
         _check_numbers(
             self, "min_similarity", "in [-1, 1]", lambda s: -1.0 <= s <= 1.0, none_is="no judge"
         )
