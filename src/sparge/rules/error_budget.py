@@ -250,34 +250,27 @@ def choose_rows(
     n_q, device = energy.shape[2], deviation.device
     starts, may, n_far, n_near, far_ranks, near_places = _places_on(Lq, sample_rows, device)
     rows, most = rows_of_blocks(n_q)
-    padded = F.pad(deviation, (0, n_q * BLOCK_Q - Lq))
-    # What is not finite is farthest of all.
-    far_off = padded.unflatten(2, (n_q, BLOCK_Q))[:, :, starts // BLOCK_Q].nan_to_num(
-        torch.inf, torch.inf
-    )
+    blocks = starts // BLOCK_Q
+    padded = F.pad(deviation, (0, n_q * BLOCK_Q - Lq)).unflatten(2, (n_q, BLOCK_Q))
+    far_off = padded[:, :, blocks].nan_to_num(torch.inf, torch.inf)  # not finite: farthest of all
     spread = far_off.masked_fill(~may, 0.0).double().sum(-1)
-    disagrees = ~(spread <= DISAGREES * energy[:, :, starts // BLOCK_Q].double())
+    disagrees = ~(spread <= DISAGREES * energy[:, :, blocks].double())
     sorted_far = far_off.masked_fill(~may, -1.0).sort(dim=-1, descending=True, stable=True).indices
-    is_far = torch.arange(BLOCK_Q, device=device) < n_far[:, None]
-    far = (
-        torch.zeros_like(may)
-        .expand_as(far_off)
-        .scatter(-1, sorted_far, is_far.expand_as(sorted_far))
-    )
+    is_far = (torch.arange(BLOCK_Q, device=device) < n_far[:, None]).expand_as(sorted_far)
+    far = torch.zeros_like(is_far).scatter(-1, sorted_far, is_far)
     most_far = max(1, most // 4)
+    most_near = most - most_far
     of_far = sorted_far.gather(-1, far_ranks[:, :most_far].expand(B, Hq, -1, -1))
     # Far places go behind all others, which keep their order.
     near = near_places.expand_as(far_off)
     order = torch.arange(BLOCK_Q, device=device) + BLOCK_Q * far.gather(-1, near).long()
-    of_near = near.gather(-1, order.argsort(-1)[..., : most - most_far])
-    most_near = most - most_far
+    of_near = near.gather(-1, order.argsort(-1)[..., :most_near])
     chosen = torch.cat([of_far, of_near], -1) + starts[:, None]
     base = torch.where(disagrees, min(2 * rows, most), rows)
     budget = constant(tuple(heads_of(keep.max_error, Hq)), torch.float32, device)[:, None]
     every = torch.where(budget < SMALL_BUDGET, (2 * base).clamp(max=most), base)
-    weights = torch.stack(
-        [_weights(n, n_far, n_near, most_far, most_near) for n in (base, every)]
-    ).flatten(-2)
+    of_kinds = [_weights(n, n_far, n_near, most_far, most_near) for n in (base, every)]
+    weights = torch.stack(of_kinds).flatten(-2)
     used = (weights > 0).any(0)
     # Added one after another, as the native twin does: rows are drawn by these weights.
     whole = weights.cumsum(-1)[..., -1:]
@@ -324,11 +317,8 @@ def draw_measured(surveyed: SurveyedRows, survey: Survey) -> tuple[Tensor, Tenso
     share = 1.0 / mixed.gather(-1, places)
     dropped = dropped.index_select(-1, constant(MEASURED_STEPS, torch.int64, dropped.device))
     of_places = places[..., None].expand(*places.shape, dropped.shape[-1])
-    return (
-        surveyed.rows.gather(-1, places),
-        share / share.sum(-1, True),
-        dropped.gather(-2, of_places),
-    )
+    rows, dropped = surveyed.rows.gather(-1, places), dropped.gather(-2, of_places)
+    return rows, share / share.sum(-1, True), dropped
 
 
 # -- the step --------------------------------------------------------------------------------------
