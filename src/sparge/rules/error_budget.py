@@ -398,7 +398,8 @@ class _Curves:
         plain = rate * mean
         error = plain + LEAN * (bound - plain)
         doubt = ((bound - plain).square() + (Z * mean * rate_noise).square()).sqrt()
-        return cls(*(F.pad(x, (0, 1)) for x in (error, bound, doubt)), added, noise)
+        error, bound, doubt = (F.pad(x, (0, 1)) for x in (error, bound, doubt))
+        return cls(error, bound, doubt, added, noise)
 
     def at(self, budget: Tensor, raised: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Error, bound and doubt of every step, `[B, Hq, S + 1]`, by the rows that budgets of this
