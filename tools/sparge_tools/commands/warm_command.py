@@ -164,7 +164,7 @@ def layer_from(config: Mapping[str, Any]) -> Layer | None:
 
 def calls_of(
     args: argparse.Namespace, layer: Layer, device: str
-) -> dict[str, Callable[[], object]]:
+) -> Mapping[str, Callable[[], object]]:
     """Calls whose kernels are compiled, by name."""
     shape = f"{layer.Hq}/{layer.Hk} heads of {layer.D}, {args.dtype}"
     name = f"{shape}, {'causal' if layer.is_causal else 'not causal'}"
