@@ -213,7 +213,7 @@ def _select_once(
             first, n = split._ring_local_rank * split.ulysses_degree, split.ulysses_degree
             index, back = order_within(shards, first, first + n, placed, call.query.device)
             call = call.map(lambda x: rows_of(x, index))
-    given = {"scale": call.scale, "return_lse": call.return_lse}
+    given: dict[str, Any] = {"scale": call.scale, "return_lse": call.return_lse}
     group = split._ring_mesh.get_group()
     out, lse = route.site.attend_ring(*call[:3], recipe=recipe, group=group, **given)
     result = (out, lse) if call.return_lse else out

@@ -158,8 +158,8 @@ def _models_of(config_class: type) -> list[type]:
         for kind in kinds:
             kinds += kind.__subclasses__()
         return [kind for kind in kinds if getattr(kind, "config_class", None) is config_class]
-    kinds = model if isinstance(model, list | tuple) else [model]
-    return [kind for kind in kinds if kind is not None]
+    models = model if isinstance(model, list | tuple) else [model]
+    return [kind for kind in models if kind is not None]
 
 
 def to_attention(
