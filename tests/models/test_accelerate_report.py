@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -265,3 +266,14 @@ def test_a_default_recipe_is_reported_as_it_is():
         assert handle.recipe == DEFAULT
     with sparge.accelerate(tiny.llama(), Recipe(KeepMass(0.9))) as handle:
         assert handle.recipe.keep == KeepMass(0.9)
+
+
+def test_a_report_says_when_threads_had_to_wait():
+    """Other programs kept them from running; a quiet machine says nothing of it."""
+    _, handle = tapped(tiny.llama(), two_prefills)
+    report = handle.report()
+    assert 0.0 <= report.waited <= report.seconds
+    assert report.to_dict()["waited"] == report.waited
+    for share, says in ((0.05, False), (0.4, True)):
+        layers = (replace(x, waited=share * x.seconds) for x in report.layers)
+        assert ("waiting for threads" in str(replace(report, layers=tuple(layers)))) == says

@@ -81,6 +81,7 @@ class LayerReport(_Counted):
     parallel: how often each way of sharing a call among processes was taken; the figures are then
     those of this process: of its own heads ("ulysses") or its own queries ("ring").
     bytes_sent, dense_ring_bytes: by all processes of the rings, and what dense rings would send.
+    waited: seconds of `seconds` for threads that other programs kept from running.
     captured: calls that were captured in a graph, by what they run. What they keep is not known, so
     no other figure has them; replays of the graph are not seen.
     """
@@ -104,6 +105,7 @@ class LayerReport(_Counted):
     bytes_sent: int = 0
     dense_ring_bytes: int = 0
     captured: dict[str, int] = field(default_factory=dict)
+    waited: float = 0.0
 
     @property
     def error(self) -> float | None:
@@ -153,6 +155,10 @@ class Report:
         return sum(layer.seconds for layer in self.layers)
 
     @property
+    def waited(self) -> float:
+        return sum(layer.waited for layer in self.layers)
+
+    @property
     def fallbacks(self) -> dict[str, int]:
         """Every reason why a call did not run sparse, and how often."""
         return _added_up(layer.fallbacks for layer in self.layers)
@@ -178,7 +184,7 @@ class Report:
         return {step: kept[step] / max(allowed[step], 1) for step in sorted(allowed)}
 
     def to_dict(self) -> dict[str, Any]:
-        sums = ("density", "sparse_density", "error", "seconds", "fallbacks", "parallel")
+        sums = ("density", "sparse_density", "error", "seconds", "waited", "fallbacks", "parallel")
         return {
             "format": "sparge.report/3",
             "recipe": _plain(self.recipe),
@@ -195,6 +201,10 @@ class Report:
         error = "" if self.error is None else f", error {self.error:.4f}"
         density = f"{len(self.layers)} layers, density {self.density:.3f}"
         lines.append(f"{density}{error}, {self.seconds:.2f} s in attention")
+        if self.waited > 0.1 * self.seconds:
+            lines.append(
+                f"  {self.waited:.2f} s of them waiting for threads: other programs were at work"
+            )
         if estimated := sum(layer.estimated for layer in self.layers):
             lines.append(
                 f"  {estimated} calls were routed by the built-in cost estimate, not by a "
@@ -305,6 +315,7 @@ class Tally:
     parallel: Counter[str] = field(default_factory=Counter)
     captured: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    waited: float = 0.0
     unread: deque[tuple[Run, Recipe, Sums, bool]] = field(default_factory=deque)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -363,6 +374,7 @@ class Tally:
 
     def _add_up(self, run: Run, recipe: Recipe, step: Sums, timed: bool) -> None:
         self.seconds += run.seconds["total"] if timed else 0.0
+        self.waited += run.waited
         for sums in (self.total, step, self.by_recipe[recipe]):
             sums.add(run)
         self.counts["estimated"] += run.cost_source == "estimate"
@@ -420,6 +432,7 @@ class Tally:
                 bytes_sent=counts["sent"],
                 dense_ring_bytes=counts["dense_sent"],
                 captured=dict(self.captured),
+                waited=self.waited,
             )
 
 
