@@ -21,7 +21,6 @@ from sparge.support.json_text import parse_json, short
 
 from .. import zoo
 from ..renders.open_pipeline import is_pipeline, open_pipeline
-from ..tuning import schedule_of as tuned_schedule
 from ..zoo.kinds import CONFIG, KINDS
 
 MODEL = "smollm2-135m-instruct"
@@ -96,13 +95,17 @@ def load_model(name_or_path: str) -> nn.Module:
     return find_adapter(pipe)[1].model
 
 
+def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Those of some options that were given, as they are typed."""
+    values = {name: getattr(args, name) for name in names}
+    given = [name for name, x in values.items() if x is not None and x is not False]  # 0 is given
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
 def refuse_options(args: argparse.Namespace, names: Iterable[str], kind: str) -> None:
     """Raise ValueError if an option was given that says nothing to this kind of model."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value is not False:  # 0 is given
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} is not for {kind}, which {args.model} is; leave it out")
+    for option in given_options(args, names):
+        raise ValueError(f"{option} is not for {kind}, which {args.model} is; leave it out")
 
 
 def eval_directory(given: str | None, model: str) -> Path:
@@ -203,7 +206,7 @@ def schedule_of(args: argparse.Namespace, profile: Profile | None = None) -> Sch
         return given
     if args.dense_first is not None:
         return Schedule(dense_first=args.dense_first)
-    return None if profile is None else tuned_schedule(profile)
+    return None if profile is None else profile.schedule
 
 
 def open_given(args: argparse.Namespace) -> Any:

@@ -31,9 +31,9 @@ from sparge.synthetic import MIN_HEAD_DIM
 from sparge.values.call import MAX_HEAD_DIM
 
 from ..bench.bench_table import bench_table, busy_table, vision_table
-from ..bench.busy import LIMITS, OTHERS, BusyCase, busy_cases, measure_busy, summarize_busy
+from ..bench.busy import LIMITS, OTHERS, busy_cases, measure_busy, summarize_busy
 from ..bench.cases import Case, add_shares_of_peak, measure_cases
-from ..bench.contender import Entry, lineup
+from ..bench.contender import lineup
 from ..bench.error_suite import (
     BUDGETS,
     FACTOR,
@@ -47,14 +47,13 @@ from ..bench.error_suite import (
 )
 from ..bench.gemm_peak import gemm_peaks, gemm_rates
 from ..bench.truth import check_sparse
-from ..bench.vision_suite import Setting, VisionShape, measure_shape, named_shapes
+from ..bench.vision_suite import Setting, measure_shape, named_shapes
 from ..machine import load_average, where_it_runs
 from ..screen import progress
 from . import bench_static
 from .arguments import budgets, check_file, words
 
-FORMAT, VISION_FORMAT = "sparge.bench/3", "sparge.bench.vision/1"
-BUSY_FORMAT = "sparge.bench.busy/1"
+FORMAT = "sparge.bench/3"
 LENGTHS = [1024, 4096, 8192]
 FULL_LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
 HEAD_DIMS = [64, 128]
@@ -66,30 +65,12 @@ DEVICES = ("auto", "cpu", "cuda", "xpu")
 ROW_TOLERANCE = 0.05
 """Largest error of a benchmark row against fp64 over its own blocks: ten times the usual error of
 8 bits and a bf16 output."""
-PER_FAMILY = 30
-NOT_HERE: dict[str, Any] = {
-    "lengths": None,
-    "head_dims": None,
-    "causal": None,
-    "full": False,
-    "contenders": [],
-}
-"""Options of the speed suite that the shapes decide, and what they are if nobody gives them."""
-NOT_BUSY: dict[str, Any] = {
-    "static": False,
-    "full": False,
-    "backends": None,
-    "contenders": [],
-    "cases": PER_FAMILY,
-    "seed": 0,
-    "budgets": BUDGETS,
-    "recipe": None,
-    "targets": None,
-    "variants": None,
-    "draws": None,
-    "update_ratchet": None,
-}
-"""Options that have no meaning with --busy, and what they are if nobody gives them."""
+NOT_WITH_VISION = ("lengths", "head_dims", "causal", "full", "contenders")
+"""Options of the speed suite that the shapes decide."""
+NOT_WITH_BUSY = (
+    *("static", "full", "backends", "contenders", "cases", "seed", "budgets", "recipe"),
+    *("targets", "variants", "draws", "update_ratchet"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--contenders", type=words, default=[], metavar="WORD,…", help="names containing a word")
     add("--output", metavar="FILE", help="also write the JSON document to this file")
     add_json(parser)
+    parser.set_defaults(default_of=parser.get_default)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.suite != "vision":
         refuse_vision_arguments(args)
     if args.busy:
-        return run_busy(args)
+        check_busy_arguments(args)
     if args.device != "cpu" and (args.suite == "error" or args.static):
         raise ValueError(f"--device is for measuring speed, got --device {args.device}")
     args.device = found_device(args.device)
@@ -135,20 +117,29 @@ def run(args: argparse.Namespace) -> int:
         return run_error(args)
     if args.static:
         return bench_static.run(args)
-    is_vision = args.suite == "vision"
-    shapes = check_vision_arguments(args) if is_vision else []
+    suite = "busy" if args.busy else args.suite
+    form, measured, table = {
+        "speed": (FORMAT, measure, bench_table),
+        "vision": ("sparge.bench.vision/1", measure_vision, vision_table),
+        "busy": ("sparge.bench.busy/1", measure_beside_others, busy_table),
+    }[suite]
+    if suite == "vision":
+        check_vision_arguments(args)
     check_arguments(args)
-    entries = [] if is_vision else lineup(args.backends, args.contenders, args.device)
-    checks = [*check_backends(args.device), *check_sparse(args.backends, args.device)]
+    if suite == "speed":
+        args.entries = lineup(args.backends, args.contenders, args.device)
+    checks = check_backends(args.device)
+    if suite != "busy":
+        checks = [*checks, *check_sparse(args.backends, args.device)]
     red = [check for check in checks if check.verdict == "failed"]
     if red:
         return refuse([f"{check.backend} fails the self-check: {check.why}" for check in red])
     where, start = where_it_runs(), time.perf_counter()
-    found = measure_vision(args, shapes) if is_vision else measure(args, entries)
-    if wrong := wrong_rows(found["rows"]):
+    found = measured(args)
+    if suite != "busy" and (wrong := wrong_rows(found["rows"])):
         return refuse(wrong)
     document = {
-        "format": VISION_FORMAT if is_vision else FORMAT,
+        "format": form,
         **where,
         "load_average_after": load_average(),
         "took_seconds": time.perf_counter() - start,
@@ -156,7 +147,6 @@ def run(args: argparse.Namespace) -> int:
         "self_check": [asdict(check) for check in checks],
         **found,
     }
-    table = vision_table if is_vision else bench_table
     deliver(document, args, lambda: show_table(console(), table(document)))
     return OK
 
@@ -205,13 +195,13 @@ def refuse(reasons: list[str]) -> int:
     return BAD_RESULT
 
 
-def measure(args: argparse.Namespace, entries: list[Entry]) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     wanted, heads = wanted_cases(args), args.heads or HEADS
     counts = sorted({case.threads for case in wanted})
     before = gemm_rates(counts, args.device)
     with progress("measuring", len(wanted)) as step:
         made = measure_cases(
-            wanted, entries, heads=heads, repeat=args.repeat, step=step, device=args.device
+            wanted, args.entries, heads=heads, repeat=args.repeat, step=step, device=args.device
         )
         rows = list(made)
     peaks = gemm_peaks(before, gemm_rates(counts, args.device))
@@ -249,7 +239,7 @@ def wrong_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def add_error_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sparge bench error")
     add = group.add_argument
-    add("--cases", type=whole, default=PER_FAMILY, help="of each family; default: %(default)s")
+    add("--cases", type=whole, default=30, help="of each family; default: %(default)s")
     add("--seed", type=int, default=0, help="of the first case; default: %(default)s")
     add("--budgets", type=budgets, default=BUDGETS, help="default: 0.01,0.02,0.05,0.1")
     add_recipe(group, help="all but its keep is used; default: sparge.DEFAULT")
@@ -324,22 +314,26 @@ def refuse_vision_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is for --suite vision, got --{name} {getattr(args, name)}")
 
 
-def check_vision_arguments(args: argparse.Namespace) -> list[VisionShape]:
+def check_vision_arguments(args: argparse.Namespace) -> None:
     """The shapes that are wanted. Raises ValueError for an option that has no meaning here."""
-    for name, not_given in NOT_HERE.items():
-        if getattr(args, name) != not_given:
-            option = name.replace("_", "-")
-            raise ValueError(
-                f"--{option} is not for --suite vision, whose shapes are those of models; "
-                "choose among them with --shapes"
-            )
+    if option := given_option(args, NOT_WITH_VISION):
+        raise ValueError(
+            f"{option} is not for --suite vision, whose shapes are those of models; "
+            "choose among them with --shapes"
+        )
     args.order = check_order(args.order or Setting.order)
-    return named_shapes(args.shapes or [])
+    args.shapes = named_shapes(args.shapes or [])
 
 
-def measure_vision(args: argparse.Namespace, shapes: list[VisionShape]) -> dict[str, Any]:
+def given_option(args: argparse.Namespace, names: Iterable[str]) -> str | None:
+    """The first of some options that was given, as it is typed."""
+    given = (name for name in names if getattr(args, name) != args.default_of(name))
+    return next((f"--{name.replace('_', '-')}" for name in given), None)
+
+
+def measure_vision(args: argparse.Namespace) -> dict[str, Any]:
     setting = Setting(args.backends, args.order, args.heads, args.repeat, args.device)
-    wanted = list(product(shapes, args.threads or [torch.get_num_threads()]))
+    wanted = list(product(args.shapes, args.threads or [torch.get_num_threads()]))
     rows: list[dict[str, Any]] = []
     with progress("measuring", len(wanted)) as step:
         for shape, n_threads in wanted:
@@ -348,52 +342,28 @@ def measure_vision(args: argparse.Namespace, shapes: list[VisionShape]) -> dict[
     return {"order": args.order, "rows": rows}
 
 
-def run_busy(args: argparse.Namespace) -> int:
-    """SDPA and `auto` in turns, beside 0, 1 and 2 busy processes. No ratio makes it fail."""
-    check_busy_arguments(args)
-    checks = check_backends(args.device)
-    if red := [check for check in checks if check.verdict == "failed"]:
-        return refuse([f"{check.backend} fails the self-check: {check.why}" for check in red])
-    where, start, wanted = where_it_runs(), time.perf_counter(), wanted_busy(args)
-    with progress("measuring", len(wanted) * len(OTHERS)) as step:
-        rows = list(measure_busy(wanted, repeat=args.repeat, step=step, others=OTHERS))
-    document = {
-        "format": BUSY_FORMAT,
-        **where,
-        "load_average_after": load_average(),
-        "took_seconds": time.perf_counter() - start,
-        "device": args.device,
-        "self_check": [asdict(check) for check in checks],
-        "limits": LIMITS,
-        "rows": rows,
-        "summary": summarize_busy(rows),
-    }
-    deliver(document, args, lambda: show_table(console(), busy_table(document)))
-    return OK
-
-
 def check_busy_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for an option that has no meaning here."""
     if args.suite != "speed":
         raise ValueError(f"--busy measures speed, got the suite {args.suite}")
     if args.device != "cpu":
         raise ValueError(f"--busy is for --device cpu, got --device {args.device}")
-    for name, not_given in NOT_BUSY.items():
-        if getattr(args, name) != not_given:
-            option = name.replace("_", "-")
-            raise ValueError(
-                f"--{option} is not for --busy, which compares SDPA with backend='auto' and the "
-                "default recipe; choose shapes with --lengths, --head-dims, --causal and --heads"
-            )
-    args.backends = ["cpu"]
-    check_arguments(args)
+    if option := given_option(args, NOT_WITH_BUSY):
+        raise ValueError(
+            f"{option} is not for --busy, which compares SDPA with backend='auto' and the "
+            "default recipe; choose shapes with --lengths, --head-dims, --causal and --heads"
+        )
 
 
-def wanted_busy(args: argparse.Namespace) -> list[BusyCase]:
-    return busy_cases(
+def measure_beside_others(args: argparse.Namespace) -> dict[str, Any]:
+    """SDPA and `auto` in turns, beside 0, 1 and 2 busy processes. No ratio makes it fail."""
+    wanted = busy_cases(
         args.lengths or BUSY_LENGTHS,
         args.head_dims or HEAD_DIMS,
         [True, False] if args.causal is None else [args.causal],
         [args.heads] if args.heads else BUSY_HEADS,
         args.threads or [torch.get_num_threads()],
     )
+    with progress("measuring", len(wanted) * len(OTHERS)) as step:
+        rows = list(measure_busy(wanted, repeat=args.repeat, step=step, others=OTHERS))
+    return {"limits": LIMITS, "rows": rows, "summary": summarize_busy(rows)}

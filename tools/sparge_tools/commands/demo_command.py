@@ -24,7 +24,6 @@ from ..machine import machine_text, where_it_runs
 from ..optional_libraries import need_libraries
 from ..renders import Renders, compare_results
 from ..screen import progress
-from ..showcase import pictures_page
 from ..showcase.measure import DemoInputs, measure_showcase, prepare_inputs
 from ..showcase.page import (
     comparison_table,
@@ -34,14 +33,24 @@ from ..showcase.page import (
     make_page,
     verdict,
 )
+from ..showcase.pictures_page import make_pictures_page
 from ..showcase.result import Showcase
-from .arguments import MODEL, MODULE, add_model, add_text, check_file, fill_in, kind_of
+from .arguments import (
+    MODEL,
+    MODULE,
+    add_model,
+    add_text,
+    check_file,
+    fill_in,
+    given_options,
+    kind_of,
+)
+from .eval_command import show_renders
 
 STEPS = 4  # of a run, besides its prefills: loading, warming up, perplexity, attention maps
 DEFAULTS = {"tokens": 7500, "model": MODEL, "text": "essays", "repeats": 1, "page": "report.html"}
 SHOWN = ("sam2-hiera-tiny", "terrain-consistency-unet")
 INPUTS, VISION_PAGE = 4, "vision.html"  # of --vision
-_OF_TEXT = ("tokens", "text", "repeats")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the needle; default: %(default)s")
     page = "the page; default: report.html, or vision.html"
     add("-o", "--output", dest="page", metavar="FILE", help=page)
-    add_vision_options(parser)
+    about = f"show {' and '.join(SHOWN)}, which are downloaded once, instead of a language model"
+    add("--vision", action="store_true", help=about)
+    about = f"with --vision: photographs, and fields of noise; default: {INPUTS}"
+    add("--inputs", type=whole, metavar="N", help=about)
     add_json(parser)
 
 
@@ -134,17 +146,9 @@ def print_table(show: Showcase, page: str) -> None:
     screen.print("\n".join(lines), soft_wrap=True)
 
 
-def add_vision_options(parser: argparse.ArgumentParser) -> None:
-    about = f"show {' and '.join(SHOWN)}, which are downloaded once, instead of a language model"
-    parser.add_argument("--vision", action="store_true", help=about)
-    about = f"with --vision: photographs, and fields of noise; default: {INPUTS}"
-    parser.add_argument("--inputs", type=whole, metavar="N", help=about)
-
-
 def run_vision(args: argparse.Namespace) -> int:
-    for name in _OF_TEXT:
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name} is for the demo of a language model; --vision has none")
+    for option in given_options(args, ("tokens", "text", "repeats")):
+        raise ValueError(f"{option} is for the demo of a language model; --vision has none")
     names = SHOWN if args.model is None else (args.model,)
     if args.model is not None and kind_of(args.model) != MODULE:
         raise ValueError(
@@ -158,7 +162,7 @@ def run_vision(args: argparse.Namespace) -> int:
     where, command = where_it_runs(), shlex.join(["sparge", *sys.argv[1:]])
     sections = measure_vision(args, names)
     title = "sparge demo · pictures, dense and sparse"
-    html = pictures_page.make_pictures_page(title, sections, command=command, where=where)
+    html = make_pictures_page(title, sections, command=command, where=where)
     replace_file(page, html.encode())
     document = {
         "format": "sparge.showcase.vision/1",
@@ -167,7 +171,8 @@ def run_vision(args: argparse.Namespace) -> int:
         "page": page,
         "models": [renders.to_dict() for renders in sections],
     }
-    deliver(document, args, lambda: print_pictures(document, sections, page))
+    title, written = "demo: pictures", f"page: {page}"
+    deliver(document, args, lambda: show_renders(document, title, sections, written))
     return OK
 
 
@@ -188,17 +193,3 @@ def measure_vision(args: argparse.Namespace, names: tuple[str, ...]) -> list[Ren
                 )
             )
     return sections
-
-
-def print_pictures(document: dict[str, Any], sections: list[Renders], page: str) -> None:
-    screen = console()
-    screen.print(
-        f"sparge {document['versions']['sparge']} demo: pictures\n"
-        f"machine: {machine_text(document)}\n",
-        soft_wrap=True,
-    )
-    for renders in sections:
-        show_table(screen, pictures_page.pairs_table(renders))
-        screen.print()
-    told = f"{pictures_page.verdict(sections)} {pictures_page.cost(sections)}"
-    screen.print(f"{told}\npage: {page}", soft_wrap=True)

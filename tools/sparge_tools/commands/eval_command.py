@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -207,8 +208,9 @@ def run_renders(args: argparse.Namespace, kind: str) -> int:
         "directory": str(path),
         **{f: x for f, x in renders.to_dict().items() if f != "format"},
     }
-    written = write_renders(path, renders, document)
-    deliver(document, args, lambda: show_renders(document, renders, written))
+    written = ", ".join(map(str, write_renders(path, renders, document)))
+    title = f"eval: {renders.model}"
+    deliver(document, args, lambda: show_renders(document, title, [renders], f"written: {written}"))
     return OK
 
 
@@ -287,13 +289,13 @@ def frame_stems(i: int, pair: Pair) -> list[tuple[int, str]]:
     return [(f, f"pair-{i:02d}-frame-{f:03d}") for f in shown_frames(len(pair.dense))]
 
 
-def show_renders(document: dict[str, Any], renders: Renders, files: list[Path]) -> None:
+def show_renders(
+    document: dict[str, Any], title: str, sections: Sequence[Renders], written: str
+) -> None:
     screen = console()
-    screen.print(
-        f"sparge {document['versions']['sparge']} eval: {renders.model}\n"
-        f"machine: {machine_text(document)}\n",
-        soft_wrap=True,
-    )
-    show_table(screen, pairs_table(renders))
-    screen.print(f"\n{verdict([renders])} {cost([renders])}", soft_wrap=True)
-    screen.print(f"written: {', '.join(map(str, files))}", soft_wrap=True)
+    version, machine = document["versions"]["sparge"], machine_text(document)
+    screen.print(f"sparge {version} {title}\nmachine: {machine}\n", soft_wrap=True)
+    for renders in sections:
+        show_table(screen, pairs_table(renders))
+        screen.print()
+    screen.print(f"{verdict(sections)} {cost(sections)}\n{written}", soft_wrap=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from sparge.cli import OK
 from sparge.cli.arguments import DTYPES, add_json, whole
@@ -106,51 +107,42 @@ def check_kind(args: argparse.Namespace) -> str:
 
 
 def make_trace(args: argparse.Namespace, directory: Path) -> Trace:
+    """Run the model on its texts, or the pipeline on its prompts and seeds."""
+    max_gb = MAX_GB if args.max_gb is None else args.max_gb
+    options: dict[str, Any] = {
+        "blocks": args.blocks,
+        "layers": args.layers,
+        "max_bytes": int(max_gb * 2**30),
+        "dtype": DTYPES.get(args.store),
+        "name": args.model,
+    }
     if check_kind(args) == PIPELINE:
-        return make_pipeline_trace(args, directory)
+        prompts, call, seeds = prompts_of(args), call_of(args), args.seeds or 1
+        with progress("tracing", len(prompts) * seeds) as step:
+            return trace_pipeline(
+                open_given(args),
+                prompts,
+                directory,
+                seeds=range(seeds),
+                call=call,
+                steps=args.trace_steps or STEPS,
+                schedule=schedule_of(args),
+                order=args.order,
+                calibration={"prompts": prompts, "seeds": seeds},
+                done=lambda digest: step(f"traced run {digest[:12]}"),
+                **options,
+            )
     model, tokenizer = zoo.load(args.model, dtype=DTYPES.get(args.dtype))
-    names = args.text or ["essays"]
+    names, length = args.text or ["essays"], args.length or LENGTH
     inputs = INPUTS if args.inputs is None else args.inputs
-    length = args.length or LENGTH
     windows = calibration_windows(names, tokenizer, length=length, inputs=inputs)
     with progress("tracing", len(windows)) as step:
         return trace_model(
             model,
             [window.tokens for window in windows],
             directory,
-            blocks=args.blocks,
-            layers=args.layers,
-            max_bytes=max_bytes(args),
-            dtype=DTYPES.get(args.store),
-            name=args.model,
             about=[window.about for window in windows],
             calibration={"texts": names, "length": length},
             done=lambda digest: step(f"traced input {digest[:12]}"),
+            **options,
         )
-
-
-def make_pipeline_trace(args: argparse.Namespace, directory: Path) -> Trace:
-    """Trace a pipeline on its prompts and seeds."""
-    prompts, call, seeds = prompts_of(args), call_of(args), args.seeds or 1
-    with progress("tracing", len(prompts) * seeds) as step:
-        return trace_pipeline(
-            open_given(args),
-            prompts,
-            directory,
-            seeds=range(seeds),
-            call=call,
-            steps=args.trace_steps or STEPS,
-            schedule=schedule_of(args),
-            order=args.order,
-            blocks=args.blocks,
-            layers=args.layers,
-            max_bytes=max_bytes(args),
-            dtype=DTYPES.get(args.store),
-            name=args.model,
-            calibration={"prompts": prompts, "seeds": seeds},
-            done=lambda digest: step(f"traced run {digest[:12]}"),
-        )
-
-
-def max_bytes(args: argparse.Namespace) -> int:
-    return int((MAX_GB if args.max_gb is None else args.max_gb) * 2**30)

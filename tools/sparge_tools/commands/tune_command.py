@@ -28,7 +28,7 @@ from sparge.cli.screen import console, deliver, show_table
 from .. import zoo
 from ..optional_libraries import need_libraries
 from ..screen import progress
-from ..tuning import PRESETS, Trace, bounds_of, schedule_of, tune, tune_renders
+from ..tuning import PRESETS, Trace, bounds_of, tune, tune_renders
 from ..tuning.levels import attention_layers
 from ..tuning.output_measure import KL, PERPLEXITY
 from ..tuning.output_target import TargetNotMet, check_target, steps_in_all, tune_output
@@ -42,6 +42,7 @@ from .arguments import (
     call_of,
     check_directory,
     check_file,
+    given_options,
     kind_of,
     open_given,
     prompts_of,
@@ -50,9 +51,9 @@ from .arguments import (
 from .trace_command import INPUTS, LENGTH, add_calibration, check_kind, make_trace
 
 OUTPUT_INPUTS, RENDER_SEEDS, HELD_OUT = 2, 2, 3
-_NOT_WITH_OUTPUT = ("--l1", "--l2", "--preset", "--trace", "--store", "--max-gb")
-_NOT_WITH_RENDERS = (
-    *("l1", "l2", "preset", "trace", "store", "max_gb", "trace_steps", "max_kl", "max_perplexity"),
+NOT_WITH_OUTPUT = ("l1", "l2", "preset", "trace", "store", "max_gb")
+NOT_WITH_RENDERS = (
+    *(*NOT_WITH_OUTPUT, "trace_steps", "max_kl", "max_perplexity"),
     *("text", "length", "inputs", "schedule"),
 )
 
@@ -64,8 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--l1", type=float, metavar="ERROR", help="error bound of the first filter, such as 0.08")
     add("--l2", type=float, metavar="ERROR", help="of both filters; default: no second filter")
     add("--preset", choices=PRESETS, help="published bounds of a model family")
-    add_output_target(parser)
-    add_render_target(parser)
+    about = "in place of error bounds: the sparsest profile whose"
+    kl = "next-token distributions diverge by at most this on held-out text: 0.005"
+    add("--max-kl", type=float, metavar="NATS", help=f"{about} {kl}")
+    perplexity = "perplexity on held-out text rises by at most this: +0.5%%"
+    add("--max-perplexity", type=rise, metavar="+PERCENT", help=f"{about} {perplexity}")
+    about = f"held-out texts, or seeds of renders; default: {HELD_OUT}"
+    add("--held-out", type=whole, metavar="N", help=about)
+    about = "of a pipeline: the sparsest profile whose renders of held-out seeds have this PSNR"
+    add("--min-psnr", type=float, metavar="DB", help=f"{about} at least: 30")
     default = "precision, sink and local window; default: sparge.DEFAULT, of pipelines VISION"
     add_recipe(parser, help=default)
     add("--state", metavar="FILE", help="results so far, to resume; default: in the trace")
@@ -97,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
         profile = tune(trace, l1=l1, l2=l2, recipe=args.recipe, state=args.state, done=done)
     profile.save(args.profile)
-    report_bounds(profile, args, time.perf_counter() - start)
+    report(profile, args, time.perf_counter() - start)
     if profile.untuned:
         print(
             f"sparge: interrupted; {len(profile.untuned)} of {len(profile.layers)} layers have the "
@@ -138,25 +146,24 @@ def open_or_make(args: argparse.Namespace) -> tuple[Trace, bool]:
     return make_trace(args, directory), not kept
 
 
-def report_bounds(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
-    bounds = dict(zip(("l1", "l2"), profile.bounds or (), strict=True))
-    facts = {"format": "sparge.tuned/1", "bounds": bounds, "untuned": profile.untuned}
-    evaluations = profile.calibration["evaluations_per_head"]
-    summary = (
-        f"{args.profile}: density {profile.density:.3f}, "
-        f"{evaluations:g} evaluations of attention per head, {seconds:.0f} s"
-    )
-    report(profile, args, seconds, facts, summary)
-
-
-def report(
-    profile: Profile,
-    args: argparse.Namespace,
-    seconds: float,
-    facts: dict[str, Any],
-    summary: str,
-) -> None:
-    """Print the profile; or as JSON what is known of it, with the facts of one way to tune."""
+def report(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
+    """Print the profile; or as JSON what is known of it."""
+    facts: dict[str, Any]
+    words, see = f"density {profile.density:.3f}", ""
+    if profile.bounds is not None:
+        bounds = dict(zip(("l1", "l2"), profile.bounds, strict=True))
+        facts = {"format": "sparge.tuned/1", "bounds": bounds, "untuned": profile.untuned}
+        evaluations = profile.calibration["evaluations_per_head"]
+        words += f", {evaluations:g} evaluations of attention per head"
+    else:
+        output = dict(profile.output or {})
+        facts = {"format": "sparge.tuned.output/1"}
+        facts |= {name: output[name] for name in ("measure", "target", "held_out")}
+        if (schedule := profile.schedule) is not None:  # of a pipeline
+            facts |= {"format": "sparge.tuned.renders/1", "schedule": schedule.to_dict()}
+            words = f"dense_first {schedule.dense_first:g}, {words} in the sparse part of a run"
+            given = f"--model {args.model} --profile {args.profile}"
+            see = f"\nsee it with: sparge eval {given} --prompt …"
     document = {
         **facts,
         "profile": args.profile,
@@ -172,28 +179,9 @@ def report(
         show_table(screen, layers_table(profile))
         for line in held_out_lines(profile):
             screen.print(line)
-        screen.print(summary, soft_wrap=True)
+        screen.print(f"{args.profile}: {words}, {seconds:.0f} s{see}", soft_wrap=True)
 
     deliver(document, args, show)
-
-
-def add_output_target(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    about = "in place of error bounds: the sparsest profile whose"
-    add(
-        "--max-kl",
-        type=float,
-        metavar="NATS",
-        help=f"{about} next-token distributions diverge by at most this on held-out text: 0.005",
-    )
-    add(
-        "--max-perplexity",
-        type=rise,
-        metavar="+PERCENT",
-        help=f"{about} perplexity on held-out text rises by at most this: +0.5%%",
-    )
-    about = f"held-out texts, or seeds of renders; default: {HELD_OUT}"
-    add("--held-out", type=whole, metavar="N", help=about)
 
 
 def rise(text: str) -> float:
@@ -220,14 +208,13 @@ def target_of(args: argparse.Namespace) -> tuple[str, float] | None:
         return None
     if len(found) == 2:
         raise ValueError("--max-kl cannot be combined with --max-perplexity; give one of them")
-    (judge, target) = found[0]
+    judge, target = found[0]
     option = "--max-kl" if judge == KL else "--max-perplexity"
-    for other in _NOT_WITH_OUTPUT:
-        if getattr(args, other[2:].replace("-", "_")) is not None:
-            raise ValueError(
-                f"{option} cannot be combined with {other}: it runs the model, and chooses the "
-                f"error of every layer by its output; leave {other} out"
-            )
+    for other in given_options(args, NOT_WITH_OUTPUT):
+        raise ValueError(
+            f"{option} cannot be combined with {other}: it runs the model, and chooses the "
+            f"error of every layer by its output; leave {other} out"
+        )
     if args.model is None:
         raise ValueError(f"{option} needs --model NAME|DIR: the output of the model is measured")
     check_target(judge, target)
@@ -273,15 +260,10 @@ def run_output(args: argparse.Namespace, judge: str, target: float) -> int:
                 done=step,
             )
 
-    return write_tuned(args, state, tune, report_output)
+    return write_tuned(args, state, tune)
 
 
-def write_tuned(
-    args: argparse.Namespace,
-    state: Path,
-    tune: Callable[[], Profile],
-    report: Callable[[Profile, argparse.Namespace, float], None],
-) -> int:
+def write_tuned(args: argparse.Namespace, state: Path, tune: Callable[[], Profile]) -> int:
     """Write and report a profile that meets its target; otherwise nothing but the state is kept."""
     start = time.perf_counter()
     try:
@@ -304,22 +286,6 @@ def write_tuned(
         state.unlink(missing_ok=True)
     report(profile, args, time.perf_counter() - start)
     return OK
-
-
-def report_output(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
-    facts = {"format": "sparge.tuned.output/1", **measured(profile)}
-    summary = f"{args.profile}: density {profile.density:.3f}, {seconds:.0f} s"
-    report(profile, args, seconds, facts, summary)
-
-
-def measured(profile: Profile) -> dict[str, Any]:
-    output = dict(profile.output or {})
-    return {name: output[name] for name in ("measure", "target", "held_out")}
-
-
-def add_render_target(parser: argparse.ArgumentParser) -> None:
-    about = "of a pipeline: the sparsest profile whose renders of held-out seeds have this PSNR"
-    parser.add_argument("--min-psnr", type=float, metavar="DB", help=f"{about} at least: 30")
 
 
 def run_renders(args: argparse.Namespace) -> int:
@@ -349,17 +315,16 @@ def run_renders(args: argparse.Namespace) -> int:
                 done=step,
             )
 
-    return write_tuned(args, state, tune, report_renders)
+    return write_tuned(args, state, tune)
 
 
 def check_renders(args: argparse.Namespace) -> None:
     """Refuse what does not go with --min-psnr, before any work."""
-    for name in _NOT_WITH_RENDERS:
-        if getattr(args, name) is not None:
-            raise ValueError(
-                f"--min-psnr cannot be combined with --{name.replace('_', '-')}: it runs the "
-                "pipeline, and chooses by its renders; leave it out"
-            )
+    for option in given_options(args, NOT_WITH_RENDERS):
+        raise ValueError(
+            f"--min-psnr cannot be combined with {option}: it runs the pipeline, and chooses by "
+            "its renders; leave it out"
+        )
     if args.model is None or kind_of(args.model) != PIPELINE:
         came = "no model" if args.model is None else args.model
         raise ValueError(
@@ -371,16 +336,3 @@ def check_renders(args: argparse.Namespace) -> None:
         raise ValueError("--held-out must be at least 2, for a standard error; got 1")
     libraries = ("skimage", "flip_evaluator")
     need_libraries("renders cannot be compared", *libraries, extra="vision")
-
-
-def report_renders(profile: Profile, args: argparse.Namespace, seconds: float) -> None:
-    schedule = schedule_of(profile)
-    assert schedule is not None
-    plain = schedule.to_dict()
-    facts = {"format": "sparge.tuned.renders/1", **measured(profile), "schedule": plain}
-    summary = (
-        f"{args.profile}: dense_first {schedule.dense_first:g}, density {profile.density:.3f} "
-        f"in the sparse part of a run, {seconds:.0f} s\n"
-        f"see it with: sparge eval --model {args.model} --profile {args.profile} --prompt …"
-    )
-    report(profile, args, seconds, facts, summary)
