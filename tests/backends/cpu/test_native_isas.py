@@ -88,3 +88,18 @@ def test_no_instruction_set_has_a_static_constructor():
     if not objects:
         pytest.skip("the library was not built here")
     assert not has_constructor(objects)
+
+
+def test_a_library_of_another_version_is_named(tmp_path):
+    """An editable install whose library was not built again: said, instead of a missing op."""
+    source = tmp_path / "other.py"
+    source.write_text(
+        "import torch\n"
+        "torch.ops.load_library = lambda path: None\n"
+        "from sparge.backends.cpu import library\n"
+        "print(library.why_missing())\n"
+    )
+    environment = {**os.environ, "SPARGE_LIBRARY": "elsewhere.so"}
+    command = [sys.executable, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "elsewhere.so is of another version; install sparge again" in done.stdout

@@ -37,6 +37,8 @@ def _found() -> tuple[Any, str | None]:
         torch.ops.load_library(path)
     except OSError as error:
         return None, f"the native library does not load: {error}"
+    if not all(hasattr(torch.ops.sparge_cpu, name) for name in ("run", "backward", "isas")):
+        return None, f"the native library {path} is of another version; install sparge again"
     return torch.ops.sparge_cpu, None
 
 
