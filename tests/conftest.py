@@ -149,6 +149,7 @@ def no_work(monkeypatch):
         monkeypatch.setattr(f"sparge.{place}.attend_dense", refuse)
     for place in ("engine.execute", "interop", "values.blockplan"):
         monkeypatch.setattr(f"sparge.{place}.plan_from_mask", refuse)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
     monkeypatch.setattr(torch, "logaddexp", refuse)
 
 

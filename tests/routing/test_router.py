@@ -24,7 +24,7 @@ def chosen(backend="auto", *, refusals=SERVED, numbers=None, **environment):
         backend,
         backends=[CPU_BACKEND],
         refusals=refusals,
-        numbers={"cpu": found},
+        numbers={"cpu": found}.__getitem__,
         environment=Environment(**environment),
     )
 
@@ -50,7 +50,7 @@ def test_the_environment_is_a_fact():
             "auto",
             backends=[CPU_BACKEND],
             refusals=SERVED,
-            numbers={},
+            numbers={}.__getitem__,
             environment=Environment(backend=name),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -12,7 +13,7 @@ from calls import a_call
 from sparge import DEFAULT
 from sparge.backends.cpu import CPU_BACKEND
 from sparge.routing import calibration, current_router
-from sparge.routing.choice import compare_with_dense, decide_without_numbers
+from sparge.routing.choice import compare_with_dense
 from sparge.values.backend import Measuring
 
 
@@ -40,10 +41,8 @@ def pretend(monkeypatch, *cards):
 def compared(call, router=None):
     """What is predicted of the Triton backend beside dense attention."""
     router = router or current_router()
-    backend, environment = router.backend("triton"), router.environment()
-    decided = decide_without_numbers(call, backend.cost, environment)
-    numbers = router.numbers(backend, call) if decided is None else None
-    return compare_with_dense(call, backend, numbers, environment)
+    numbers = partial(router.numbers, call=call)
+    return compare_with_dense(call, router.backend("triton"), numbers, router.environment())
 
 
 def a_4090():

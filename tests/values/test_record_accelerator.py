@@ -45,11 +45,11 @@ class Listener:
 def listening(label):
     """What the graphs of a label tell, until the block ends."""
     listener = Listener()
-    GRAPH_LISTENERS.add(label, listener)
+    GRAPH_LISTENERS[label] = listener
     try:
         yield listener.runs
     finally:
-        GRAPH_LISTENERS.remove(label)
+        GRAPH_LISTENERS.pop(label)
 
 
 def attention(**options):

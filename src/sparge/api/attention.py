@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.dense import attend_dense
 from ..engine.check import check_and_choose, check_call, check_plan
 from ..engine.execute import run_attend, run_attention, run_plan, tokens_of
 from ..engine.ops import facts_of, plan_of_tensors
-from ..engine.recording import note
+from ..engine.recording import note, recording
 from ..routing import Choice
 from ..support.autocast import as_autocast
 from ..values.backend import AUTO, DENSE
@@ -121,20 +122,16 @@ def attention_and_run(
     value: Tensor,
     *,
     attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    causal_align: str = "top_left",
-    recipe: Recipe | None = None,
     block_mask: Tensor | None = None,
+    recipe: Recipe | None = None,
     backend: str = AUTO,
-    return_lse: bool = False,
-    label: str = "",
     protect: tuple[tuple[int, int], ...] | None = None,
     recorded: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None, Run | None]:
     """`attention` for callers that want to know what ran: `(out, lse, run)`.
 
+    options: the other arguments of `attention`.
     protect: token ranges in place of the recipe's, which a compiled graph can give as numbers.
     recorded: make a run, though nobody records. A call that goes through the op returns none: the
     listener of its label is told (`engine/recording.py`).
@@ -146,36 +143,26 @@ def attention_and_run(
     elif protect is not None and recipe is not None:
         recipe = recipe_with_protected(recipe, protect)
     inputs = Inputs(query, key, value, attn_mask, block_mask)
-    call, choice = check_and_choose(
-        inputs,
-        backend=backend,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        causal_align=causal_align,
-        recipe=recipe,
-        return_lse=return_lse,
-        label=label,
-    )
+    call, choice, sdpa = check_and_choose(inputs, backend=backend, recipe=recipe, **options)
+    compiling = torch.compiler.is_compiling()
+    as_op = compiling or wants_op(query)
+    if sdpa is not None and not (as_op or recorded or recording()):
+        return F.scaled_dot_product_attention(query, key, value, **sdpa), None, None
     if attn_mask is not None or block_mask is not None:
         inputs = Inputs(query, key, value, as_4d(attn_mask), as_4d(block_mask))
-    run = None
-    dense = call.needs_grad and choice.backend == DENSE
-    if torch.compiler.is_compiling() and dense:
-        # torch's own gradient; the one case that cannot be recorded
+    torchs_gradient = call.needs_grad and choice.backend == DENSE
+    if compiling and torchs_gradient:  # the one case that cannot be recorded
         tokens = tokens_of(call, inputs)
-        out, lse = attend_dense(
-            query, key, value, tokens, scale=call.scale, need_lse=call.return_lse
-        )
-    elif torch.compiler.is_compiling() or wants_op(query) or (call.needs_grad and not dense):
-        flags = (return_lse, call.needs_grad, backend, label)
+        facts = {"scale": call.scale, "need_lse": call.return_lse}
+        return *attend_dense(query, key, value, tokens, **facts), None
+    if as_op or (call.needs_grad and not torchs_gradient):
+        flags = (call.return_lse, call.needs_grad, backend, call.label)
         out, lse, *_ = torch.ops.sparge.attention(*inputs, *facts_of(call), *flags, ranges)
-    else:
-        # The same work without the dispatcher, whose cost is noticeable in short calls.
-        done = run_attention(call, choice, inputs, recorded=recorded)
-        note(done.run)
-        out, lse, run = done.out, done.lse, done.run
-    return out, lse, run
+        return out, lse, None
+    # The same work without the dispatcher, whose cost is noticeable in short calls.
+    done = run_attention(call, choice, inputs, recorded=recorded)
+    note(done.run)
+    return done.out, done.lse, done.run
 
 
 def make_plan(
@@ -285,7 +272,7 @@ def explain(
 ) -> Choice:
     """Which backend `attention` would run for these arguments, and why each other would not."""
     query, key, value = as_autocast(query, key, value)
-    _, choice = check_and_choose(
+    _, choice, _ = check_and_choose(
         Inputs(query, key, value, attn_mask, block_mask),
         backend=backend,
         is_causal=is_causal,
@@ -294,7 +281,6 @@ def explain(
         causal_align=causal_align,
         recipe=recipe,
         return_lse=return_lse,
-        label="",
     )
     return replace(choice, rejected=dict(choice.rejected))  # the caller's own copy
 

@@ -7,13 +7,14 @@ queries go in slices with the token mask of each slice, so that long ones stay w
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..support.autocast import without_autocast
-from ..values.call import slices_of, work_dtype
+from ..values.call import Call, slices_of, work_dtype
 from ..values.tokenmask import TokenMask
 
 # Scores held at once where we compute them ourselves: 16M fp32 numbers are 64 MB.
@@ -55,6 +56,14 @@ def attend_dense(
     out = torch.cat([part[0] for part in parts], 2)
     lses = [part[1] for part in parts if part[1] is not None]
     return out, torch.cat(lses, 2) if need_lse else None
+
+
+def sdpa_arguments(call: Call) -> dict[str, Any] | None:
+    """What `attend_dense` gives torch's SDPA besides the tensors; None where it does more."""
+    diagonal = call.is_causal and call.offset < call.Lk - 1
+    if call.has_mask or call.return_lse or (diagonal and (call.offset or call.scale <= 0)):
+        return None
+    return {"is_causal": diagonal, "scale": call.scale, "enable_gqa": call.Hq != call.Hk}
 
 
 def _decided(condition: bool) -> bool:

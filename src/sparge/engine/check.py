@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Hashable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..backends.dense import sdpa_arguments
 from ..routing import Choice, current_router
 from ..support.autocast import forward_ad_level
 from ..values.backend import AUTO, DENSE
@@ -31,10 +31,12 @@ from ..values.call import (
     diagonal_offset,
     n_blocks,
 )
-from ..values.recipe import DEFAULT, EXACTLY, KeepError, KeepFraction, KeepMass, Recipe
+from ..values.recipe import DEFAULT, EXACTLY, KeepError, Recipe
 from ..values.tokenmask import broadcasts, check_mask
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_KNOWN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+"""Of inputs whose facts say all there is to know of them."""
 
 
 def check_call(
@@ -241,18 +243,9 @@ def check_recipe(recipe: Recipe | None, Hq: int) -> Recipe:
             f"recipe must be a sparge.Recipe, got {type(recipe).__name__}; "
             "write Recipe(keep=KeepMass(0.95)), for example"
         )
-    amount: Any = None
-    if isinstance(recipe.keep, KeepMass):
-        amount = recipe.keep.mass
-    elif isinstance(recipe.keep, KeepFraction):
-        amount = recipe.keep.fraction
-    elif isinstance(recipe.keep, KeepError):
-        amount = recipe.keep.max_error
-    for name, each in (
-        ("keep", amount),
-        ("min_similarity", recipe.min_similarity),
-        ("pv_skip", recipe.pv_skip),
-    ):
+    each_head = [("keep", amount) for amount in vars(recipe.keep).values()]
+    each_head += [("min_similarity", recipe.min_similarity), ("pv_skip", recipe.pv_skip)]
+    for name, each in each_head:
         if isinstance(each, tuple) and len(each) != Hq:
             raise ValueError(
                 f"the recipe's {name} has {len(each)} numbers for {Hq} query heads; "
@@ -404,36 +397,35 @@ def _shapes(tensors: dict[str, Tensor]) -> str:
     return ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
 
 
-def check_and_choose(inputs: Inputs, *, backend: str, **plain: Any) -> tuple[Call, Choice]:
+class Checked(NamedTuple):
+    """A call that was checked, and what it gets. sdpa: arguments with which torch's SDPA is the
+    whole call; None if there is more to it."""
+
+    call: Call
+    choice: Choice
+    sdpa: dict[str, Any] | None
+
+
+def check_and_choose(inputs: Inputs, *, backend: str, **plain: Any) -> Checked:
     """`check_call`, then the router's choice; or what they said of the same call before."""
     router = current_router()
 
-    def make() -> tuple[Call, Choice]:
-        call = check_call(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            attn_mask=inputs.attn_mask,
-            block_mask=inputs.block_mask,
-            backend=backend,
-            **plain,
-        )
-        return call, router.choose(call, backend)
+    def make() -> Checked:
+        masks = {"attn_mask": inputs.attn_mask, "block_mask": inputs.block_mask}
+        call = check_call(*inputs[:3], **masks, backend=backend, **plain)
+        choice = router.choose(call, backend)
+        is_dense = choice.backend == DENSE and not choice.provisional
+        return Checked(call, choice, sdpa_arguments(call) if is_dense else None)
 
-    key = _key_of(inputs, (backend, *plain.values()))
-    return make() if key is None else router.answer(key, make)
-
-
-def _key_of(inputs: Inputs, arguments: tuple[Any, ...]) -> Hashable | None:
-    """What the answer depends on besides the router's facts, or None where it cannot be kept."""
     if torch.compiler.is_compiling() or forward_ad_level() >= 0:
-        return None
-    if not all([x is None or (type(x) is Tensor and x.layout == torch.strided) for x in inputs]):  # noqa: C419 - faster
-        return None
-    return (
-        *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in inputs],
-        torch.is_grad_enabled(),
-        # 1 and True are equal, yet one of them is refused.
-        *arguments,
-        *map(type, arguments),
-    )
+        return make()
+    if not {*map(type, inputs)} <= _KNOWN_TYPES:
+        return make()
+    tensors = [
+        None if x is None else (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
+        for x in inputs
+    ]
+    # With their types: 1 and True are equal, yet one of them is refused.
+    arguments = (backend, *plain.values())
+    seen = (*tensors, torch.is_grad_enabled(), *plain, *arguments, *map(type, arguments))
+    return router.answer(seen, make)

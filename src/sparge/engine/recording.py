@@ -60,34 +60,12 @@ class Listener(Protocol):
     def note(self, run: Run) -> None: ...
 
 
-class GraphListeners:
-    """Who is told what a compiled graph ran, by the label of the call.
+GRAPH_LISTENERS: WeakValueDictionary[str, Listener] = WeakValueDictionary()
+"""Who is told what a compiled graph ran, by the label of the call, which belongs to one listener.
 
-    A call outside of graphs returns its run. An op in a graph cannot: it returns tensors alone, and
-    it runs later, in any thread. The label is an argument of the op, so it is the one thing in the
-    graph that says whose call this is. Listeners are held weakly: one that is dropped is told
-    nothing more.
-    """
-
-    def __init__(self) -> None:
-        self._by_label: WeakValueDictionary[str, Listener] = WeakValueDictionary()
-
-    def __len__(self) -> int:
-        return len(self._by_label)
-
-    def add(self, label: str, listener: Listener) -> None:
-        if not label or label in self._by_label:
-            raise ValueError(f"label must be new and not empty, got {label!r}")
-        self._by_label[label] = listener
-
-    def remove(self, label: str) -> None:
-        self._by_label.pop(label, None)
-
-    def find(self, label: str) -> Listener | None:
-        return self._by_label.get(label) if label else None
-
-
-GRAPH_LISTENERS = GraphListeners()
+A call outside of graphs returns its run. An op in a graph cannot: it returns tensors alone, and it
+runs later, in any thread. The label is an argument of the op, so it is the one thing in the graph
+that says whose call this is. A listener that is dropped is told nothing more."""
 
 K = TypeVar("K", bound=Hashable)
 _UNTIMED = nullcontext()

@@ -104,11 +104,11 @@ class Site:
     def open(self, handle: object) -> None:
         """Count the calls of this site for a handle, until `close()`."""
         self.holder, self.is_open = weakref.ref(handle), True
-        GRAPH_LISTENERS.add(self.label, self)
+        GRAPH_LISTENERS[self.label] = self
 
     def close(self) -> None:
         self.is_open = False
-        GRAPH_LISTENERS.remove(self.label)
+        GRAPH_LISTENERS.pop(self.label, None)
 
     def recipe_now(self, *, diagonal_in_mask: bool = False) -> Recipe | None:
         """The recipe of a call made now; None leaves it to the model's own attention.

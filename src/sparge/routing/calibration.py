@@ -25,7 +25,6 @@ from ..support.errors import Unsupported
 from ..support.turns import HOST, take_turns, timer
 from ..values.backend import (
     DENSE_LSE,
-    DENSE_WAY,
     DTYPES,
     HEAD_DIMS,
     WAYS,
@@ -81,7 +80,8 @@ def measure(
         if how.warms_up:
             for trial, turn in zip(flat(trials), turns, strict=True):
                 turn()
-                trial.forget()
+                trial.prepares.clear()
+                trial.attends.clear()
         cpu_start, wall_start = time.process_time(), time.perf_counter()
         seconds = how.seconds_in_call if in_call else how.seconds
         take_turns(turns, seconds=seconds, fewest=how.fewest_rounds, limit=how.limit)
@@ -122,7 +122,7 @@ class Bench:
                 refused = refused or why
                 if why is None:
                     trials[name_of(DTYPES[dtype], D, way)] = of_way
-        if not any(trial.way in PRECISIONS for trial in flat(trials)):
+        if all(trial.dense for trial in flat(trials)):
             reasons = {self.backend.name: refused or "it serves no precision"}
             raise Unsupported("there is nothing to measure:", reasons)
         return trials
@@ -166,8 +166,12 @@ class Trial:
     kept: float = 1.0
 
     @property
+    def dense(self) -> bool:
+        return self.way not in PRECISIONS
+
+    @property
     def prepare(self) -> float:
-        return min(self.prepares, default=0.0)
+        return min(self.prepares)
 
     @property
     def attend(self) -> float:
@@ -185,21 +189,9 @@ class Trial:
     def call(self) -> Call:
         query = self.inputs[0]
         B, H, L, D = query.shape
-        device = query.device
-        return Call(
-            B=B,
-            Hq=H,
-            Hk=H,
-            Lq=L,
-            Lk=L,
-            D=D,
-            Dv=D,
-            dtype=query.dtype,
-            device=device.type,
-            index=device.index or 0,
-            scale=D**-0.5,
-            recipe=_recipe(self.way),
-        )
+        device, index = query.device.type, query.device.index or 0
+        recipe = Recipe(KeepFraction(KEPT), precision="exact" if self.dense else self.way)
+        return Call(B, H, H, L, L, D, D, query.dtype, device, D**-0.5, recipe, index)
 
     def take_turn(self, proceed: Proceed) -> float:
         proceed()
@@ -207,37 +199,27 @@ class Trial:
         call, how, stages = self.call, self.bench.how, self.bench.backend.stages()
         timed = how.timer or timer(how.device)
         tokens = TokenMask(call.Lq, call.Lk)
-        if self.way in (DENSE_WAY, DENSE_LSE):
+        before = 0.0
+        if self.dense:
             lse = self.way == DENSE_LSE
             took, _ = timed(lambda: attend_dense(q, k, v, tokens, scale=call.scale, need_lse=lse))
-            self.attends.append(took)
-            return took
+        else:
 
-        def make_plan() -> tuple[Prepared, BlockPlan]:
-            prepared = prepare(stages, call, Inputs(q, k, v), to_plan=True, to_attend=True)
-            mass = stages.predict(call, prepared, tokens)
-            return prepared, stages.select(call, prepared, mass, tokens)
+            def make_plan() -> tuple[Prepared, BlockPlan]:
+                prepared = prepare(stages, call, Inputs(q, k, v), to_plan=True, to_attend=True)
+                mass = stages.predict(call, prepared, tokens)
+                return prepared, stages.select(call, prepared, mass, tokens)
 
-        before, (prepared, plan) = timed(make_plan)
-        took, _ = timed(lambda: stages.attend(call, prepared, plan, tokens))
+            before, (prepared, plan) = timed(make_plan)
+            took, _ = timed(lambda: stages.attend(call, prepared, plan, tokens))
+            self.kept = plan.density
         self.prepares.append(before)
         self.attends.append(took)
-        self.kept = plan.density
         return before + took
-
-    def forget(self) -> None:
-        """The turns so far were a warm-up."""
-        self.prepares.clear()
-        self.attends.clear()
 
 
 def flat(trials: Trials) -> Iterable[Trial]:
     return [trial for of_lengths in trials.values() for trial in of_lengths]
-
-
-def _recipe(way: str) -> Recipe:
-    precision = "exact" if way in (DENSE_WAY, DENSE_LSE) else way
-    return Recipe(KeepFraction(KEPT), precision=precision)
 
 
 def _fit(trials: Sequence[Trial]) -> UnitCosts:
@@ -245,8 +227,8 @@ def _fit(trials: Sequence[Trial]) -> UnitCosts:
     short, long = trials[0], trials[-1]
     element = long.attend / (long.pairs * long.kept)
     sampled = 0.0
-    if long.way not in (DENSE_WAY, DENSE_LSE):
-        sampled = element * _recipe(long.way).sample_rows / BLOCK_Q
+    if not long.dense:
+        sampled = element * long.call.recipe.sample_rows / BLOCK_Q
     more = max(long.tokens - short.tokens, 1)
     token = (long.prepare - short.prepare - sampled * (long.pairs - short.pairs)) / more
     token = max(token, 0.0)

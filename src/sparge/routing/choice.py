@@ -7,7 +7,7 @@ environment. The router gathers these facts; nothing here reads the machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..support.errors import Unsupported
 from ..values.backend import AUTO, DENSE, ENV_BACKEND, Backend, Estimate, FixedCost, Host, Rates
 from ..values.call import BLOCK_Q, Call
 from ..values.recipe import KeepAll, Recipe
+from ..values.stages import KeptLimit
 from .crossover import CLEARLY, Crossover, expected_density
 
 ENV_CALIBRATE = "SPARGE_CALIBRATE"
@@ -42,6 +43,11 @@ class Choice:
     rejected: Mapping[str, str]
     routed_to_dense: bool = False
     estimate: Estimate | None = None
+
+    @property
+    def kept_limit(self) -> KeptLimit | None:
+        """What a plan may keep for the choice to hold; None if it holds with any plan."""
+        return None if self.estimate is None or self.routed_to_dense else self.estimate.kept_limit
 
     @property
     def provisional(self) -> bool:
@@ -118,11 +124,11 @@ def choose_backend(
     *,
     backends: Sequence[Backend],
     refusals: Mapping[str, str | None],
-    numbers: Mapping[str, Numbers],
+    numbers: Callable[[str], Numbers],
     environment: Environment,
 ) -> Choice:
     """backends: fastest first. refusals: by name, with that of dense attention if it may be chosen.
-    numbers: of the backends that have rates and serve the call; none while a graph is traced."""
+    numbers: returns those of a backend that has rates; asked only if they decide."""
     backend, asked_by = environment.requested(backend)
     if backend != AUTO:
         return _obey(backend, asked_by, refusals)
@@ -130,7 +136,7 @@ def choose_backend(
     dense = DENSE in refusals and DENSE not in rejected
     by_numbers = None
     for b in (b for b in backends if b.name not in rejected):
-        estimate = compare_with_dense(call, b, numbers.get(b.name), environment) if dense else None
+        estimate = compare_with_dense(call, b, numbers, environment) if dense else None
         if estimate is None or estimate.faster:
             why = "the fastest that can serve this call"
             others = {name: f"slower than {b.name}" for name in refusals if name != b.name}
@@ -162,7 +168,7 @@ def _obey(backend: str, asked_by: str, refusals: Mapping[str, str | None]) -> Ch
 
 
 def compare_with_dense(
-    call: Call, backend: Backend, numbers: Numbers | None, environment: Environment
+    call: Call, backend: Backend, numbers: Callable[[str], Numbers], environment: Environment
 ) -> Estimate:
     """Whether a backend is faster than dense attention, before there is a plan."""
     rates = backend.cost
@@ -170,16 +176,16 @@ def compare_with_dense(
         return rates.estimate(call)
     if (decided := decide_without_numbers(call, rates, environment)) is not None:
         return decided
-    assert numbers is not None
-    if isinstance(numbers.costs, str):
-        estimate = Estimate(False, f"{numbers.costs}; {way_out(backend)}")
+    known = numbers(backend.name)
+    if isinstance(known.costs, str):
+        estimate = Estimate(False, f"{known.costs}; {way_out_of(backend.name)}")
     else:
-        why = "" if numbers.density is None else "as this layer kept before"
-        estimate = numbers.costs.estimate(call, density_of(call, rates, numbers), why=why)
-    if numbers.failure and (not numbers.measured or numbers.outdated):
-        reason = f"{estimate.reason}; calibration failed: {numbers.failure}"
+        why = "" if known.density is None else "as this layer kept before"
+        estimate = known.costs.estimate(call, density_of(call, rates, known), why=why)
+    if known.failure and (not known.measured or known.outdated):
+        reason = f"{estimate.reason}; calibration failed: {known.failure}"
         estimate = replace(estimate, reason=reason)
-    return replace(estimate, provisional=would_measure(call, rates, numbers, environment))
+    return replace(estimate, provisional=would_measure(call, rates, known, environment))
 
 
 def decide_without_numbers(call: Call, rates: Rates, environment: Environment) -> Estimate | None:
@@ -234,11 +240,9 @@ def is_long(call: Call, costs: Crossover | str) -> bool:
     return costs.predict_dense(call) >= LONG_CALL
 
 
-def way_out(backend: Backend) -> str:
+def way_out_of(name: str) -> str:
     """What to do about a backend that has no measured numbers."""
-    return (
-        f'`sparge doctor --calibrate` measures it; backend="{backend.name}" runs the kernels anyway'
-    )
+    return f'`sparge doctor --calibrate` measures it; backend="{name}" runs the kernels anyway'
 
 
 def choose_by_plan(choice: Choice, estimate: Estimate) -> Choice:

@@ -85,13 +85,6 @@ class Crossover:
         except (ValueError, TypeError):
             return True
 
-    def answer(self, faster: bool, reason: str) -> Estimate:
-        return Estimate(faster, f"{reason} ({self.words})", self.source)
-
-    @property
-    def source(self) -> str:
-        return MEASURED if self.measured else ESTIMATED
-
     @property
     def words(self) -> str:
         """Where the numbers come from, for messages."""
@@ -154,7 +147,8 @@ class Crossover:
             f"predicted {ours * 1e3:.2f} ms at density {density:.2f}{why and f' ({why})'}, dense "
             f"attention {dense * 1e3:.2f} ms"
         )
-        return self.answer(ours < CLEARLY * dense, reason)
+        estimate = self._answer(ours < CLEARLY * dense, reason)
+        return replace(estimate, kept_limit=self.kept_limit(call))
 
     def estimate_plan(self, call: Call, plan: BlockPlan) -> Estimate:
         """Once there is a plan: attention alone, since what came before is paid for."""
@@ -185,7 +179,7 @@ class Crossover:
             f"the plan keeps {density:.0%} of the blocks; dense attention is faster from "
             f"{max(limit, 0.0):.0%}"
         )
-        return self.answer(ours < CLEARLY * dense, reason)
+        return self._answer(ours < CLEARLY * dense, reason)
 
     def kept_limit(self, call: Call) -> KeptLimit:
         """How many blocks a plan may keep for `estimate_plan` to find it faster; a hair more, so
@@ -198,6 +192,10 @@ class Crossover:
             raised = self.predict_attend(own, 1.0) / self.predict_attend(call, 1.0)
         # 0 would be no limit.
         return KeptLimit(max(most * (1 + 1e-9), 1e-9), pooled_share(call.recipe), raised)
+
+    def _answer(self, faster: bool, reason: str) -> Estimate:
+        source = MEASURED if self.measured else ESTIMATED
+        return Estimate(faster, f"{reason} ({self.words})", source)
 
     def _cost(self, way: str, call: Call) -> UnitCosts:
         """Linear in the head dim, and never less than half of what 64 cost: softmax remains."""

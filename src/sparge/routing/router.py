@@ -26,7 +26,6 @@ from ..support.accelerator import capturing
 from ..values.backend import AUTO, DENSE, ENV_BACKEND, Backend, Place, Rates, host
 from ..values.blockplan import BlockPlan
 from ..values.call import Call, diagonal_offset
-from ..values.recipe import KeepAll
 from ..values.stages import KeptLimit
 from . import cost_file
 from .calibration import measure, measure_apart
@@ -39,13 +38,11 @@ from .choice import (
     choose_backend,
     choose_by_plan,
     choose_dense_pack,
-    compare_with_dense,
-    decide_without_numbers,
     dense_refusal,
     density_of,
     is_long,
     keep_everything,
-    way_out,
+    way_out_of,
     would_measure,
 )
 from .crossover import CLEARLY, Crossover, costs_of
@@ -63,14 +60,14 @@ Cuts = tuple[list[int], list[int]]
 class _Known:
     """The numbers of a backend at a place. tried: costs that a call has begun to measure, by
     process; measuring: the processes in which one does: a fork has no thread to wait for.
-    logged: kinds of reasons for dense attention that were logged."""
+    logged: kinds of numbers by which dense attention was logged."""
 
     estimate: Crossover | str
     measured: Crossover | None
     failure: str = ""
     tried: set[tuple[int, Collection[str] | None]] = field(default_factory=set)
     measuring: dict[int, object] = field(default_factory=dict)
-    logged: set[str] = field(default_factory=set)
+    logged: set[Hashable] = field(default_factory=set)
 
 
 class Router:
@@ -138,16 +135,13 @@ class Router:
         refusals = {b.name: b.refusal(where, call) for b in self.backends}
         if dense_ok:
             refusals[DENSE] = dense_refusal(where, call)
-        numbers: dict[str, Numbers] = {}
-        if dense_ok and not environment.compiling and environment.requested(backend)[0] == AUTO:
+        asked: dict[str, Numbers] = {}
+
+        def numbers(name: str) -> Numbers:
             self._learn_arrived(call)
-            numbers = {
-                b.name: self.numbers(b, call)
-                for b in self.backends
-                if refusals[b.name] is None
-                and isinstance(b.cost, Rates)
-                and decide_without_numbers(call, b.cost, environment) is None
-            }
+            asked[name] = self.numbers(name, call)
+            return asked[name]
+
         choice = choose_backend(
             call,
             backend,
@@ -156,10 +150,9 @@ class Router:
             numbers=numbers,
             environment=environment,
         )
-        if choice.backend == DENSE:
-            for name, found in numbers.items():
-                if self._rates(name).by_kind:
-                    self._log_dense(call, self._backends[name], found, environment)
+        for name, found in asked.items():
+            if choice.backend == DENSE and self._rates(name).by_kind:
+                self._log_dense(call, choice, name, found)
         return choice
 
     def answer(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -188,7 +181,7 @@ class Router:
         if not isinstance(rates, Rates):
             return choice
         if rates.on_host:
-            costs = self._crossover(self._backends[choice.backend], call)
+            costs = self._crossover(choice.backend, call)
             return choose_by_plan(choice, costs.estimate_plan(call, plan))
         self._learn_arrived(call)
         self._densities.look_at(choice.backend, call, plan)
@@ -197,24 +190,16 @@ class Router:
     def kept_limit(self, call: Call, choice: Choice) -> KeptLimit | None:
         """What `choose_after_plan` will go by, before there is a plan, for a backend that runs all
         stages at once; None if the choice holds whatever the plan."""
-        backend = self._backends[choice.backend]
-        fixed = choice.estimate is None or not isinstance(backend.cost, Rates)
-        if fixed or choice.routed_to_dense:
-            return None
-        return self.answer(
-            ("kept_limit", call, choice.backend),
-            lambda: self._crossover(backend, call).kept_limit(call),
-        )
+        return choice.kept_limit
 
     def is_faster_than(
         self, seconds: float, call: Call, backend: str, *, density: float | None, more: float
     ) -> bool:
         """Whether a backend, with `more` seconds on top, is clearly faster than another attention
         that takes so many seconds. density: expected if None."""
-        chosen = self._backends[backend]
         if density is None:
-            density = density_of(call, self._rates(backend), self.numbers(chosen, call))
-        ours = self._crossover(chosen, call).predict_sparse(call, density)
+            density = density_of(call, self._rates(backend), self.numbers(backend, call))
+        ours = self._crossover(backend, call).predict_sparse(call, density)
         return ours + more < CLEARLY * seconds
 
     def choose_pack(self, call: Call, cuts: Cuts, backend: str, align: str) -> list[Chosen]:
@@ -241,7 +226,7 @@ class Router:
             packs = isinstance(rates, Rates) and rates.packs_dense and backend.packed is not None
             if not packs or backend.refusal(host(*first.where), first) is not None:
                 continue
-            if found := choose_dense_pack(backend, self._crossover(backend, first), dense):
+            if found := choose_dense_pack(backend, self._crossover(backend.name, first), dense):
                 return found
         return {}
 
@@ -249,12 +234,12 @@ class Router:
 
     def crossover(self, name: str, kind: str, index: int = 0) -> Crossover | str:
         """The costs in force on a device: measured or estimated; or why there are none."""
-        known = self._known_at(self._backends[name], kind, index)
+        known = self._known_at(name, kind, index)
         return known.measured or known.estimate
 
     def failure(self, name: str, kind: str, index: int = 0) -> str:
         """Why the last calibration inside a call failed; "" if none did."""
-        return self._known_at(self._backends[name], kind, index).failure
+        return self._known_at(name, kind, index).failure
 
     def key(self, name: str, kind: str, index: int = 0) -> dict[str, str]:
         """What a measurement on a device depends on."""
@@ -270,7 +255,7 @@ class Router:
     def adopt(self, crossover: Crossover, name: str, kind: str, index: int = 0) -> str:
         """Use costs measured on a device from now on, with those known before that they do not
         replace, and store them; returns why they are not stored, or ""."""
-        known = self._known_at(self._backends[name], kind, index)
+        known = self._known_at(name, kind, index)
         stored, _ = cost_file.read(crossover.key, complete=False)
         for older in (known.measured, stored):  # another process may have stored more
             if older is not None and older.key == crossover.key:
@@ -302,10 +287,10 @@ class Router:
         rates = backend.cost
         if not isinstance(rates, Rates) or capturing(torch.device(*call.where)):
             return False
-        numbers = self.numbers(backend, call)
+        numbers = self.numbers(backend.name, call)
         if not would_measure(call, rates, numbers, self.environment()):
             return False
-        known, process, own = self._known_at(backend, *call.where), os.getpid(), object()
+        known, process, own = self._known_at(backend.name, *call.where), os.getpid(), object()
         place, wanted = rates.place(*call.where), _wanted(rates, call)
         if known.measuring.setdefault(process, own) is not own:
             return False
@@ -333,11 +318,10 @@ class Router:
     def learn(self, backend: str, call: Call, kept: int, allowed: int) -> None:
         """Take in what a call kept, from whoever has read it. Choices are made again only if this
         one would be another."""
-        chosen, rates = self._backends[backend], self._rates(backend)
-        before = self.numbers(chosen, call)
+        before = self.numbers(backend, call)
         if not self._densities.learn(call, kept, allowed) or isinstance(before.costs, str):
             return
-        after = replace(before, density=self._densities.learnt(call))
+        after, rates = self.numbers(backend, call), self._rates(backend)
         was, now = (
             before.costs.estimate(call, density_of(call, rates, numbers)).faster
             for numbers in (before, after)
@@ -349,10 +333,9 @@ class Router:
         for arrived in self._densities.take_arrived(*call.where):
             self.learn(*arrived)
 
-    def numbers(self, backend: Backend, call: Call) -> Numbers:
+    def numbers(self, name: str, call: Call) -> Numbers:
         """What is known of the speed of a backend for a call."""
-        rates = self._rates(backend.name)
-        known = self._known_at(backend, *call.where)
+        rates, known = self._rates(name), self._known_at(name, *call.where)
         costs = known.estimate
         if known.measured is not None and known.measured.knows(call):
             costs = known.measured
@@ -365,8 +348,8 @@ class Router:
             tried=(os.getpid(), _wanted(rates, call)) in known.tried,
         )
 
-    def _crossover(self, backend: Backend, call: Call) -> Crossover:
-        costs = self.numbers(backend, call).costs
+    def _crossover(self, name: str, call: Call) -> Crossover:
+        costs = self.numbers(name, call).costs
         assert isinstance(costs, Crossover), costs
         return costs
 
@@ -375,14 +358,14 @@ class Router:
         assert isinstance(rates, Rates), f"{name} has a fixed cost"
         return rates
 
-    def _known_at(self, backend: Backend, kind: str, index: int) -> _Known:
-        rates = self._rates(backend.name)
+    def _known_at(self, name: str, kind: str, index: int) -> _Known:
+        rates = self._rates(name)
         place = rates.place(kind, index)
-        found = self._known.get((backend.name, place))
+        found = self._known.get((name, place))
         if found is None:
-            given = self._costs.get(backend.name)
+            given = self._costs.get(name)
             made = _read(rates, place) if given is None else _Known(given, given)
-            found = self._known.setdefault((backend.name, place), made)
+            found = self._known.setdefault((name, place), made)
         return found
 
     def _changed(self) -> None:
@@ -391,33 +374,24 @@ class Router:
         variables = [name for backend in self.backends for name in backend.variables]
         self._variables = (ENV_BACKEND, ENV_CALIBRATE, *variables)
 
-    def _log_dense(
-        self, call: Call, backend: Backend, numbers: Numbers, environment: Environment
-    ) -> None:
-        """Log, once for a device and kind of reason, that a long call runs dense attention there.
+    def _log_dense(self, call: Call, choice: Choice, name: str, numbers: Numbers) -> None:
+        """Log, once for a device and kind of numbers, that a long call runs dense attention there.
         Where it was measured there is nothing to be done about it; else there is, hence the
         level."""
-        known = self._known_at(backend, *call.where)
-        estimate = compare_with_dense(call, backend, numbers, environment)
-        kind = estimate.source or "no numbers"
-        if (
-            estimate.provisional
-            or known.measuring
-            or isinstance(call.recipe.keep, KeepAll)
-            or not is_long(call, numbers.costs)
-            or kind in known.logged
-        ):
+        known, kind = self._known_at(name, *call.where), (type(numbers.costs), numbers.measured)
+        measures = choice.provisional or known.measuring or kind in known.logged
+        if measures or not call.predicts or not is_long(call, numbers.costs):
             return
         known.logged.add(kind)
-        anyway = f'backend="{backend.name}" runs the kernels anyway'
+        way_out = way_out_of(name)
         LOGGER.log(
             logging.INFO if numbers.measured else logging.WARNING,
             'backend="auto" runs dense attention on %s (%s), for %s and calls like it: %s; %s',
             host(*call.where).device(call.device).name,
             ":".join(map(str, call.where)),
             call,
-            estimate.reason.removesuffix(f"; {way_out(backend)}"),
-            anyway if numbers.measured else way_out(backend),
+            choice.rejected[name].removesuffix(f"; {way_out}"),
+            f'backend="{name}" runs the kernels anyway' if numbers.measured else way_out,
         )
 
 

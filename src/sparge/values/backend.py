@@ -17,7 +17,7 @@ from ..support.cpuinfo import cpu_name
 from ..support.turns import Timer
 from .call import ROW_GROUP, Call
 from .recipe import PRECISIONS
-from .stages import PackedStages, Stages, WholeCalls
+from .stages import KeptLimit, PackedStages, Stages, WholeCalls
 from .tokenmask import TokenMask
 
 
@@ -117,12 +117,14 @@ class Estimate:
 
     source: `"measured"` on this machine, `"estimate"` by built-in numbers, or `""` where the
     answer needed neither. provisional: a calibration inside the call would improve the numbers.
+    kept_limit: what a plan may keep for it to be faster, where that is known before.
     """
 
     faster: bool
     reason: str
     source: str = ""
     provisional: bool = False
+    kept_limit: KeptLimit | None = None
 
 
 @dataclass(frozen=True)

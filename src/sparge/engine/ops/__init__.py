@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,34 +58,13 @@ _library.define(
 PlanTensors = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """The arguments of an op, by their names in its schema; Any where only some ops have them."""
+class Given(SimpleNamespace):
+    """The arguments of an op, by their names in its schema; these are None where it has none."""
 
-    query: Tensor
-    key: Tensor
-    value: Any = None
-    attn_mask: Tensor | None = None
-    block_mask: Tensor | None = None
-    counts: Any = None
-    indices: Any = None
-    allowed: Any = None
-    measured: Tensor | None = None
-    is_causal: bool
-    offset: int = 0
-    causal_align: str = "top_left"
-    scale: float
-    recipe: str
-    backend: str
-    return_lse: bool = False
-    needs_grad: bool = False
-    label: str = ""
-    protect: list[int] | None = None
-    out: Any = None
-    grad_out: Any = None
-    grad_lse: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
+    attn_mask: Any = None
+    block_mask: Any = None
+    measured: Any = None
+    protect: Any = None
 
     @property
     def inputs(self) -> Inputs:
@@ -93,12 +73,11 @@ class Given:
     @property
     def facts(self) -> dict[str, Any]:
         """Arguments of `check_call`; heads may always be grouped here."""
-        names = ("is_causal", "scale", "backend")
-        facts = {name: getattr(self, name) for name in names}
         recipe = recipe_from_json(self.recipe)
         if self.protect is not None:
             pairs = zip(self.protect[::2], self.protect[1::2], strict=True)
             recipe = recipe_with_protected(recipe, tuple(pairs))
+        facts = {"is_causal": self.is_causal, "scale": self.scale, "backend": self.backend}
         return {**facts, "enable_gqa": True, "recipe": recipe}
 
     def call(self, **more: Any) -> Call:
@@ -190,12 +169,12 @@ def _gradient_backend(call: Call, backend: str) -> Backend:
 
 def _attention(given: Given) -> tuple[Tensor, ...]:
     inputs, more = given.inputs, {"return_lse": given.return_lse, "label": given.label}
-    call, choice = check_and_choose(inputs, **{**given.facts, "offset": given.offset, **more})
+    call, choice, _ = check_and_choose(inputs, **{**given.facts, "offset": given.offset, **more})
     if given.needs_grad:
         call = replace(call, needs_grad=True)
         choice = choose(call, given.backend)
         _check_gradient(call, dense=choice.backend == DENSE)
-    listener = GRAPH_LISTENERS.find(given.label)
+    listener = GRAPH_LISTENERS.get(given.label)
     done = run_attention(call, choice, inputs, recorded=listener is not None)
     note(done.run)
     if listener is not None and done.run is not None:
@@ -266,15 +245,14 @@ def _kernel(
     name: str, impl: Callable[[Given], Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The op's function: by names, or the fake one for tensors on the meta device."""
-    names = [
-        argument.name for argument in getattr(torch.ops.sparge, name).default._schema.arguments
-    ]
+    arguments = getattr(torch.ops.sparge, name).default._schema.arguments
+    defaults = {each.name: each.default_value for each in arguments}
 
     def run(*values: Any) -> Any:
         if values[0].is_meta:
             return fake(*values)
         # Trailing arguments that have their default are not passed on.
-        return impl(Given(**dict(zip(names, values, strict=False))))
+        return impl(Given(**{**defaults, **dict(zip(defaults, values, strict=False))}))
 
     return run
 
