@@ -6,6 +6,8 @@ output: skipping, 8 bits, or another library.
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -60,13 +62,15 @@ def output_error(
         raise ValueError(f"rows must be a whole number of at least 1, got {rows!r}")
     tokens = TokenMask(call.Lq, call.Lk, is_causal, call.offset, as_4d(attn_mask))
     chosen = spread_rows(call.Lq, rows).to(query.device)
+    # Σ|out - exact| and Σ|exact| over the rows of each head.
+    wrong, right = torch.zeros((2, call.B, call.Hq), dtype=torch.float64, device=query.device)
     with torch.no_grad(), without_autocast(call.device):
-        each = [
-            _wrong_and_right(query, key, value, out, tokens, b, h, chosen, call.scale)
-            for b in range(call.B)
-            for h in range(call.Hq)
-        ]
-    wrong, right = torch.stack(each).reshape(call.B, call.Hq, 2).unbind(-1)
+        for b, h in product(range(call.B), range(call.Hq)):
+            for part in slices_of(len(chosen), max(1, _SCORES // call.Lk)):
+                some = chosen[part]
+                exact = exact_outputs(query, key, value, tokens, b, h, some, scale=call.scale)
+                wrong[b, h] += (out[b, h, some].double() - exact.double()).abs().sum()
+                right[b, h] += exact.double().abs().sum()
     return torch.where(wrong == 0, 0.0, wrong / right).float()
 
 
@@ -113,24 +117,3 @@ def exact_outputs(
     weights = exact_weights(query, key, tokens, b, h, rows, scale=scale)
     h_k = h * key.shape[1] // query.shape[1]
     return weights @ value[b, h_k].to(weights.dtype)
-
-
-def _wrong_and_right(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    tokens: TokenMask,
-    b: int,
-    h: int,
-    rows: Tensor,
-    scale: float,
-) -> Tensor:
-    """Σ|out - exact| and Σ|exact| over the rows of one head, fp64."""
-    sums = torch.zeros(2, dtype=torch.float64, device=query.device)
-    for part in slices_of(len(rows), max(1, _SCORES // tokens.Lk)):
-        some = rows[part]
-        exact = exact_outputs(query, key, value, tokens, b, h, some, scale=scale).double()
-        sums[0] += (out[b, h, some].double() - exact).abs().sum()
-        sums[1] += exact.abs().sum()
-    return sums

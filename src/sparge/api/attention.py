@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,6 @@ from ..values.tokenmask import as_4d
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
-
-T = TypeVar("T")
 
 
 class PackedOptions(TypedDict, total=False):
@@ -183,9 +181,9 @@ def make_plan(
 
     `KeepError` reads the value, to measure what skipping does; no other recipe does.
     """
-    query, key = map(_detached, as_autocast(query, key))
-    value = None if value is None else _detached(as_autocast(value)[0])
-    attn_mask = _detached(attn_mask)
+    # A plan is constant, so inputs may require grad in any precision.
+    given = (*as_autocast(query, key, value), attn_mask)
+    query, key, value, attn_mask = (x.detach() if isinstance(x, Tensor) else x for x in given)
     call = check_call(
         query,
         key,
@@ -288,8 +286,3 @@ def explain(
 def wants_op(x: Tensor) -> bool:
     """Meta tensors and tensor subclasses go through the op, which they intercept."""
     return x.is_meta or type(x) not in (Tensor, torch.nn.Parameter)
-
-
-def _detached(x: T) -> T:
-    """Without its graph: a plan is constant, so inputs may require grad in any precision."""
-    return cast(T, x.detach()) if isinstance(x, Tensor) else x

@@ -17,7 +17,7 @@ from ..values.backend import AUTO
 from ..values.call import Call
 from ..values.recipe import Recipe
 from ..values.run import Run
-from .attention import PackedOptions, attention, wants_op
+from .attention import PackedOptions, attention_and_run, wants_op
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,8 +100,7 @@ def attention_varlen(
         out, lse = torch.ops.sparge.attention_varlen(*packed, *facts, return_lse, backend)
     else:
         cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
-        tensors = (query, key, value)
-        done = run_varlen(call, *tensors, cuts, backend=backend, align=causal_align)
+        done = run_varlen(call, query, key, value, cuts, backend=backend, align=causal_align)
         note(done.run)
         out, lse = done.out, done.lse
     if not return_lse:
@@ -160,7 +159,7 @@ def _differentiable(
         for i in range(len(cuts[0]) - 1):
             one = sequence(query, key, value, cuts, i)
             assert one.value is not None
-            done = attention(
+            out, lse, _ = attention_and_run(
                 one.query,
                 one.key,
                 one.value,
@@ -172,8 +171,7 @@ def _differentiable(
                 backend=backend,
                 return_lse=call.return_lse,
             )
-            out, lse = done if isinstance(done, tuple) else (done, None)
             outs.append(out[0].transpose(0, 1))
             lses += [] if lse is None else [lse[0]]
     note(run_together(call, runs))
-    return torch.cat(outs), torch.cat(lses, 1) if lses else None
+    return torch.cat(outs), torch.cat(lses, 1) if call.return_lse else None

@@ -86,11 +86,8 @@ def check_call(
     _check_head_dims(D, Dv)
     if causal_align not in CAUSAL_ALIGNS:
         raise ValueError(f"causal_align must be one of {CAUSAL_ALIGNS}, got {causal_align!r}")
-    for name, flag in (
-        ("is_causal", is_causal),
-        ("enable_gqa", enable_gqa),
-        ("return_lse", return_lse),
-    ):
+    flags = {"is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse}
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
     if not isinstance(label, str):

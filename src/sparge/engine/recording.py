@@ -16,7 +16,7 @@ from ..routing import Choice
 from ..support.accelerator import Mark, accelerator, to_host
 from ..support.later import Later
 from ..values.blockplan import BlockPlan, raised_heads
-from ..values.call import BLOCK_Q, Call, block_range, n_blocks
+from ..values.call import BLOCK_Q, Call
 from ..values.run import Run
 from ..values.stages import WAITED, by_key_head
 
@@ -160,7 +160,8 @@ def numbers_of(call: Call, found: Mapping[str, Tensor], *, row_group: int) -> di
     (kept, allowed, *skips), (last_kept, _, *last_skips) = found["blocks"].tolist()
     n_kept, n_allowed, n_last = sum(kept), sum(allowed), sum(last_kept)
     n_skips, n_last_skips = (sum(x[0]) if x else 0 for x in (skips, last_skips))
-    per_block, in_last = (-(-rows // row_group) for rows in (BLOCK_Q, _last_rows(call.Lq)))
+    rows_of_last = (call.Lq - 1) % BLOCK_Q + 1
+    per_block, in_last = (-(-rows // row_group) for rows in (BLOCK_Q, rows_of_last))
     inside = (n_skips - n_last_skips) / per_block + n_last_skips / in_last
     skipped = 2 * (n_allowed - n_kept) + inside
     return {
@@ -176,25 +177,13 @@ def numbers_of(call: Call, found: Mapping[str, Tensor], *, row_group: int) -> di
     }
 
 
-def _last_rows(Lq: int) -> int:
-    last = block_range(n_blocks(Lq, BLOCK_Q) - 1, BLOCK_Q, Lq)
-    return last.stop - last.start
-
-
 def _measured(call: Call, measured: Tensor | None) -> dict[str, Any]:
     """What `KeepError` found, the worst of the batch for each head, and the heads it raised."""
     if measured is None:
         return {}
     errors, bounds = (tuple(x.tolist()) for x in measured[:2].amax(1))
-    return {
-        "error_by_head": errors,
-        "bound_by_head": bounds,
-        "precision_by_head": _precisions(call, by_key_head(raised_heads(measured), call.Hk)),
-    }
-
-
-def _precisions(call: Call, raised: list[bool]) -> tuple[str, ...] | None:
-    if not any(raised) or not call.recipe.quantized:
-        return None
-    group, names = call.Hq // call.Hk, (call.recipe.precision, call.own_precision)
-    return tuple(names[x] for x in raised for _ in range(group))
+    raised, precisions = by_key_head(raised_heads(measured), call.Hk), None
+    if any(raised) and call.recipe.quantized:
+        names = (call.recipe.precision, call.own_precision)
+        precisions = tuple(names[x] for x in raised for _ in range(call.Hq // call.Hk))
+    return {"error_by_head": errors, "bound_by_head": bounds, "precision_by_head": precisions}

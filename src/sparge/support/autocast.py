@@ -4,6 +4,7 @@ arithmetic, and forward-mode AD, which is not served."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ def forward_ad_level() -> int:
     return level
 
 
-def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, the tensors in its dtype; otherwise as they are."""
+def as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Under autocast, the tensors in its dtype; otherwise, and what is no tensor, as they are."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not autocasts(first.device.type):
         return tensors
