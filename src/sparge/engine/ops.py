@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...routing import choose, current_router, get_backend
-from ...values.backend import AUTO, DENSE, Backend
-from ...values.blockplan import BlockPlan, plan_from_mask
-from ...values.call import Call, Inputs, work_dtype
-from ...values.recipe import KeepAll, Recipe, recipe_from_json, recipe_with_protected
-from ...values.stages import Saved
-from ..check import check_and_choose, check_boundaries, check_call, check_plan, check_varlen
-from ..execute import run_attend, run_attention, run_plan, tokens_of, without_grad_and_autocast
-from ..execute_varlen import run_varlen
-from ..recording import GRAPH_LISTENERS, note
-from . import meta
+from ..routing import choose, current_router, get_backend
+from ..values.backend import AUTO, DENSE, Backend
+from ..values.blockplan import BlockPlan, plan_from_mask
+from ..values.call import BLOCK_K, BLOCK_Q, Call, Inputs, n_blocks, work_dtype
+from ..values.recipe import KeepAll, KeepError, Recipe, recipe_from_json, recipe_with_protected
+from ..values.stages import Saved
+from .check import check_and_choose, check_boundaries, check_call, check_plan, check_varlen
+from .execute import run_attend, run_attention, run_plan, tokens_of, without_grad_and_autocast
+from .execute_varlen import run_varlen
+from .recording import GRAPH_LISTENERS, note
 
 _FACTS = "bool is_causal, SymInt offset, float scale, str recipe"
 _PLAN = "Tensor counts, Tensor indices, Tensor allowed"
@@ -190,7 +189,7 @@ def _plan_of_dense(call: Call, inputs: Inputs) -> BlockPlan:
         every = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=inputs.query.device)
         shape = (call.B, call.Hq, call.n_q, call.n_k)
         return plan_from_mask(every.expand(shape), tokens_of(call, inputs))
-    counts, indices, allowed = (x.fill_(-1) for x in meta.plan_tensors(inputs.query, call.Lk))
+    counts, indices, allowed = (x.fill_(-1) for x in _plan_tensors(inputs.query, call.Lk))
     return plan_of_tensors((counts, indices, allowed), call)
 
 
@@ -241,6 +240,62 @@ def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
     )
 
 
+# Fake kernels: shapes, dtypes and strides of what the ops return, for graphs being traced.
+
+
+def _plan_tensors(query: Tensor, Lk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """counts, indices, allowed, not written."""
+    B, Hq, Lq = query.shape[:3]
+    rows = (B, Hq, n_blocks(Lq, BLOCK_Q))
+    counts, indices, allowed = (
+        query.new_empty(shape, dtype=torch.int32)
+        for shape in (rows, (*rows, n_blocks(Lk, BLOCK_K)), rows)
+    )
+    return counts, indices, allowed
+
+
+def _fake_plan(
+    query: Tensor, key: Tensor, attn_mask: Any, block_mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    recipe = recipe_from_json(rest[3])
+    measures = isinstance(recipe.keep, KeepError) and block_mask is None
+    shape = (3, *query.shape[:2]) if measures else (0,)
+    return (*_plan_tensors(query, key.shape[2]), query.new_empty(shape, dtype=torch.float64))
+
+
+def _fake_attend(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, Hq, Lq = query.shape[:3]
+    return (
+        query.new_empty((B, Hq, Lq, value.shape[3])),
+        query.new_empty((B, Hq, Lq), dtype=work_dtype(query.dtype)),
+        query.new_empty((B, Hq, n_blocks(Lq, BLOCK_Q)), dtype=torch.int32),
+    )
+
+
+def _fake_attend_backward(
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in (query, key, value))
+    return q, k, v
+
+
+def _fake_attention(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out, lse, _ = _fake_attend(query, key, value)
+    return (out, lse, *_plan_tensors(query, key.shape[2]))
+
+
+def _fake_attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    Tq, Hq = query.shape[:2]
+    lse = query.new_empty((Hq, Tq), dtype=work_dtype(query.dtype))
+    return query.new_empty((Tq, Hq, value.shape[2])), lse
+
+
 def _kernel(
     name: str, impl: Callable[[Given], Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -258,11 +313,11 @@ def _kernel(
 
 
 _OPS: dict[str, tuple[Callable[[Given], Any], Callable[..., Any]]] = {
-    "plan": (_plan, meta.plan),
-    "attend": (_attend, meta.attend),
-    "attend_backward": (_backward, meta.attend_backward),
-    "attention": (_attention, meta.attention),
-    "attention_varlen": (_attention_varlen, meta.attention_varlen),
+    "plan": (_plan, _fake_plan),
+    "attend": (_attend, _fake_attend),
+    "attend_backward": (_backward, _fake_attend_backward),
+    "attention": (_attention, _fake_attention),
+    "attention_varlen": (_attention_varlen, _fake_attention_varlen),
 }
 _AUTOGRAD: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
     "attend": (_gradients, _save_attend),
