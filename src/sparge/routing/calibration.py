@@ -198,18 +198,17 @@ class Trial:
         q, k, v = self.inputs
         call, how, stages = self.call, self.bench.how, self.bench.backend.stages()
         timed = how.timer or timer(how.device)
-        tokens = TokenMask(call.Lq, call.Lk)
-        before = 0.0
+        tokens, lse = TokenMask(call.Lq, call.Lk), self.way == DENSE_LSE
+
+        def make_plan() -> tuple[Prepared, BlockPlan]:
+            prepared = prepare(stages, call, Inputs(q, k, v), to_plan=True, to_attend=True)
+            mass = stages.predict(call, prepared, tokens)
+            return prepared, stages.select(call, prepared, mass, tokens)
+
         if self.dense:
-            lse = self.way == DENSE_LSE
+            before = 0.0
             took, _ = timed(lambda: attend_dense(q, k, v, tokens, scale=call.scale, need_lse=lse))
         else:
-
-            def make_plan() -> tuple[Prepared, BlockPlan]:
-                prepared = prepare(stages, call, Inputs(q, k, v), to_plan=True, to_attend=True)
-                mass = stages.predict(call, prepared, tokens)
-                return prepared, stages.select(call, prepared, mass, tokens)
-
             before, (prepared, plan) = timed(make_plan)
             took, _ = timed(lambda: stages.attend(call, prepared, plan, tokens))
             self.kept = plan.density

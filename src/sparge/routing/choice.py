@@ -174,22 +174,6 @@ def compare_with_dense(
     rates = backend.cost
     if isinstance(rates, FixedCost):
         return rates.estimate(call)
-    if (decided := decide_without_numbers(call, rates, environment)) is not None:
-        return decided
-    known = numbers(backend.name)
-    if isinstance(known.costs, str):
-        estimate = Estimate(False, f"{known.costs}; {way_out_of(backend.name)}")
-    else:
-        why = "" if known.density is None else "as this layer kept before"
-        estimate = known.costs.estimate(call, density_of(call, rates, known), why=why)
-    if known.failure and (not known.measured or known.outdated):
-        reason = f"{estimate.reason}; calibration failed: {known.failure}"
-        estimate = replace(estimate, reason=reason)
-    return replace(estimate, provisional=would_measure(call, rates, known, environment))
-
-
-def decide_without_numbers(call: Call, rates: Rates, environment: Environment) -> Estimate | None:
-    """What is known of a call before any cost is looked up; None where costs decide."""
     if call.needs_grad:
         return Estimate(False, "torch's own gradient of dense attention is faster")
     if call.device not in rates.devices:
@@ -207,7 +191,16 @@ def decide_without_numbers(call: Call, rates: Rates, environment: Environment) -
             f"{pairs} query-key pairs are fewer than {rates.fewest_pairs}; dense attention is done "
             "before a plan is made",
         )
-    return None
+    known = numbers(backend.name)
+    if isinstance(known.costs, str):
+        estimate = Estimate(False, f"{known.costs}; {way_out_of(backend.name)}")
+    else:
+        why = "" if known.density is None else "as this layer kept before"
+        estimate = known.costs.estimate(call, density_of(call, rates, known), why=why)
+    if known.failure and (not known.measured or known.outdated):
+        reason = f"{estimate.reason}; calibration failed: {known.failure}"
+        estimate = replace(estimate, reason=reason)
+    return replace(estimate, provisional=would_measure(call, rates, known, environment))
 
 
 def would_measure(call: Call, rates: Rates, numbers: Numbers, environment: Environment) -> bool:

@@ -215,20 +215,15 @@ class Router:
             one = replace(call, Lq=Lq, Lk=Lk, offset=diagonal_offset(Lq, Lk, align))
             known[Lq, Lk] = one, self.choose(one, backend)
         chosen = dict(enumerate(known[pair] for pair in lengths))
-        if not call.needs_grad:
-            dense = {i: x for i, x in chosen.items() if x[1].routed_to_dense}
-            chosen |= self._choose_dense_pack(dense)
-        return list(chosen.values())
-
-    def _choose_dense_pack(self, dense: Mapping[int, Chosen]) -> dict[int, Chosen]:
-        for backend in self.backends if dense else ():
-            rates, first = backend.cost, keep_everything(next(iter(dense.values()))[0])
-            packs = isinstance(rates, Rates) and rates.packs_dense and backend.packed is not None
-            if not packs or backend.refusal(host(*first.where), first) is not None:
-                continue
-            if found := choose_dense_pack(backend, self._crossover(backend.name, first), dense):
-                return found
-        return {}
+        dense = {i: x for i, x in chosen.items() if x[1].routed_to_dense}
+        if not dense or call.needs_grad:
+            return list(chosen.values())
+        first, found = keep_everything(next(iter(dense.values()))[0]), {}
+        for b in self.backends:
+            packs = isinstance(b.cost, Rates) and b.cost.packs_dense and b.packed is not None
+            if packs and not found and b.refusal(host(*first.where), first) is None:
+                found = choose_dense_pack(b, self._crossover(b.name, first), dense)
+        return list({**chosen, **found}.values())
 
     # --- numbers ----------------------------------------------------------------------------------
 
