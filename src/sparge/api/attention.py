@@ -135,14 +135,13 @@ def attention_and_run(
     listener of its label is told (`engine/recording.py`).
     """
     query, key, value = as_autocast(query, key, value)
-    ranges = None
-    if protect is not None and torch.compiler.is_compiling():
+    compiling, ranges = torch.compiler.is_compiling(), None
+    if protect is not None and compiling:
         ranges = [number for each in protect for number in each]
     elif protect is not None and recipe is not None:
         recipe = recipe_with_protected(recipe, protect)
     inputs = Inputs(query, key, value, attn_mask, block_mask)
     call, choice, sdpa = check_and_choose(inputs, backend=backend, recipe=recipe, **options)
-    compiling = torch.compiler.is_compiling()
     as_op = compiling or wants_op(query)
     if sdpa is not None and not (as_op or recorded or recording()):
         return F.scaled_dot_product_attention(query, key, value, **sdpa), None, None
@@ -151,8 +150,10 @@ def attention_and_run(
     torchs_gradient = call.needs_grad and choice.backend == DENSE
     if compiling and torchs_gradient:  # the one case that cannot be recorded
         tokens = tokens_of(call, inputs)
-        facts = {"scale": call.scale, "need_lse": call.return_lse}
-        return *attend_dense(query, key, value, tokens, **facts), None
+        out, lse = attend_dense(
+            query, key, value, tokens, scale=call.scale, need_lse=call.return_lse
+        )
+        return out, lse, None
     if as_op or (call.needs_grad and not torchs_gradient):
         flags = (call.return_lse, call.needs_grad, backend, call.label)
         out, lse, *_ = torch.ops.sparge.attention(*inputs, *facts_of(call), *flags, ranges)

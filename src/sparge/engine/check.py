@@ -408,8 +408,9 @@ def check_and_choose(inputs: Inputs, *, backend: str, **plain: Any) -> Checked:
     router = current_router()
 
     def make() -> Checked:
-        masks = {"attn_mask": inputs.attn_mask, "block_mask": inputs.block_mask}
-        call = check_call(*inputs[:3], **masks, backend=backend, **plain)
+        query, key, value, attn_mask, block_mask = inputs
+        facts = {"attn_mask": attn_mask, "block_mask": block_mask, "backend": backend, **plain}
+        call = check_call(query, key, value, **facts)
         choice = router.choose(call, backend)
         is_dense = choice.backend == DENSE and not choice.provisional
         return Checked(call, choice, sdpa_arguments(call) if is_dense else None)

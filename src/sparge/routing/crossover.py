@@ -86,6 +86,10 @@ class Crossover:
             return True
 
     @property
+    def source(self) -> str:
+        return MEASURED if self.measured else ESTIMATED
+
+    @property
     def words(self) -> str:
         """Where the numbers come from, for messages."""
         if not self.measured:
@@ -194,8 +198,7 @@ class Crossover:
         return KeptLimit(max(most * (1 + 1e-9), 1e-9), pooled_share(call.recipe), raised)
 
     def _answer(self, faster: bool, reason: str) -> Estimate:
-        source = MEASURED if self.measured else ESTIMATED
-        return Estimate(faster, f"{reason} ({self.words})", source)
+        return Estimate(faster, f"{reason} ({self.words})", self.source)
 
     def _cost(self, way: str, call: Call) -> UnitCosts:
         """Linear in the head dim, and never less than half of what 64 cost: softmax remains."""
