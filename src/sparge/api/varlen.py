@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ..engine.check import check_boundaries, check_packed, check_varlen
+from ..engine.execute import Outcome
 from ..engine.execute_varlen import run_together, run_varlen, sequence
 from ..engine.recording import apart, note
 from ..routing import current_router
@@ -93,14 +95,19 @@ def attention_varlen(
         backend=backend,
         return_lse=return_lse,
     )
-    if call.needs_grad:
-        out, lse = _differentiable(*packed, call, backend, causal_align)
-    elif torch.compiler.is_compiling() or wants_op(query):
+    compiling = torch.compiler.is_compiling()
+    if call.needs_grad and compiling:
+        raise ValueError(
+            "attention_varlen has no gradient inside a compiled graph, where the boundaries are "
+            "not known; call it outside torch.compile, or under torch.no_grad()"
+        )
+    if not call.needs_grad and (compiling or wants_op(query)):
         facts = (call.is_causal, causal_align, call.scale, call.recipe.to_json())
         out, lse = torch.ops.sparge.attention_varlen(*packed, *facts, return_lse, backend)
     else:
         cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
-        done = run_varlen(call, query, key, value, cuts, backend=backend, align=causal_align)
+        run: Callable[..., Outcome] = _run_differentiable if call.needs_grad else run_varlen
+        done = run(call, query, key, value, cuts, backend=backend, align=causal_align)
         note(done.run)
         out, lse = done.out, done.lse
     if not return_lse:
@@ -135,25 +142,11 @@ def attend_packed(
     return done.out, done.lse, done.run
 
 
-def _differentiable(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    call: Call,
-    backend: str,
-    causal_align: str,
-) -> tuple[Tensor, Tensor | None]:
-    """Sequence by sequence through `attention`; autograd combines their gradients."""
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "attention_varlen has no gradient inside a compiled graph, where the boundaries are "
-            "not known; call it outside torch.compile, or under torch.no_grad()"
-        )
-    cuts = check_boundaries(query, key, cu_seqlens_q, cu_seqlens_k)
-    # A refusal comes before any work.
-    current_router().choose_pack(call, cuts, backend, causal_align)
+def _run_differentiable(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, *, backend: str, align: str
+) -> Outcome:
+    """`run_varlen`, sequence by sequence through `attention`: autograd combines their gradients."""
+    current_router().choose_pack(call, cuts, backend, align)  # a refusal comes before any work
     outs, lses = [], []
     with apart() as runs:
         for i in range(len(cuts[0]) - 1):
@@ -166,12 +159,12 @@ def _differentiable(
                 is_causal=call.is_causal,
                 scale=call.scale,
                 enable_gqa=call.Hq != call.Hk,
-                causal_align=causal_align,
+                causal_align=align,
                 recipe=call.recipe,
                 backend=backend,
                 return_lse=call.return_lse,
             )
             outs.append(out[0].transpose(0, 1))
             lses += [] if lse is None else [lse[0]]
-    note(run_together(call, runs))
-    return torch.cat(outs), torch.cat(lses, 1) if call.return_lse else None
+    lse = torch.cat(lses, 1) if call.return_lse else None
+    return Outcome(torch.cat(outs), lse, run=run_together(call, runs))
