@@ -121,8 +121,6 @@ def attention_and_run(
     *,
     attn_mask: Tensor | None = None,
     block_mask: Tensor | None = None,
-    recipe: Recipe | None = None,
-    backend: str = AUTO,
     protect: tuple[tuple[int, int], ...] | None = None,
     recorded: bool = False,
     **options: Any,
@@ -138,10 +136,10 @@ def attention_and_run(
     compiling, ranges = torch.compiler.is_compiling(), None
     if protect is not None and compiling:
         ranges = [number for each in protect for number in each]
-    elif protect is not None and recipe is not None:
-        recipe = recipe_with_protected(recipe, protect)
+    elif protect is not None and (recipe := options.get("recipe")) is not None:
+        options["recipe"] = recipe_with_protected(recipe, protect)
     inputs = Inputs(query, key, value, attn_mask, block_mask)
-    call, choice, sdpa = check_and_choose(inputs, backend=backend, recipe=recipe, **options)
+    call, choice, sdpa = check_and_choose(inputs, **options)
     as_op = compiling or wants_op(query)
     if sdpa is not None and not (as_op or recorded or recording()):
         return F.scaled_dot_product_attention(query, key, value, **sdpa), None, None
@@ -155,7 +153,7 @@ def attention_and_run(
         )
         return out, lse, None
     if as_op or (call.needs_grad and not torchs_gradient):
-        flags = (call.return_lse, call.needs_grad, backend, call.label)
+        flags = (call.return_lse, call.needs_grad, options.get("backend", AUTO), call.label)
         out, lse, *_ = torch.ops.sparge.attention(*inputs, *facts_of(call), *flags, ranges)
         return out, lse, None
     # The same work without the dispatcher, whose cost is noticeable in short calls.

@@ -403,15 +403,14 @@ class Checked(NamedTuple):
     sdpa: dict[str, Any] | None
 
 
-def check_and_choose(inputs: Inputs, *, backend: str, **plain: Any) -> Checked:
+def check_and_choose(inputs: Inputs, **options: Any) -> Checked:
     """`check_call`, then the router's choice; or what they said of the same call before."""
     router = current_router()
 
     def make() -> Checked:
         query, key, value, attn_mask, block_mask = inputs
-        facts = {"attn_mask": attn_mask, "block_mask": block_mask, "backend": backend, **plain}
-        call = check_call(query, key, value, **facts)
-        choice = router.choose(call, backend)
+        call = check_call(query, key, value, attn_mask=attn_mask, block_mask=block_mask, **options)
+        choice = router.choose(call, options.get("backend", AUTO))
         is_dense = choice.backend == DENSE and not choice.provisional
         return Checked(call, choice, sdpa_arguments(call) if is_dense else None)
 
@@ -424,6 +423,6 @@ def check_and_choose(inputs: Inputs, *, backend: str, **plain: Any) -> Checked:
         for x in inputs
     ]
     # With their types: 1 and True are equal, yet one of them is refused.
-    arguments = (backend, *plain.values())
-    seen = (*tensors, torch.is_grad_enabled(), *plain, *arguments, *map(type, arguments))
+    values = options.values()
+    seen = (*tensors, torch.is_grad_enabled(), *options, *values, *map(type, values))
     return router.answer(seen, make)

@@ -158,8 +158,7 @@ class Router:
     def answer(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, or what it returned before for this key in the same environment, with the same
         backends and numbers. Nobody changes what is returned."""
-        values = map(os.environ.get, self._variables)
-        whole = (key, self._changes, torch.get_num_threads(), *values)
+        whole = (key, self._changes, torch.get_num_threads(), *_read_environment(self._variables))
         try:
             found: T | None = self.answers.get(whole)  # type: ignore[assignment]
         except TypeError:  # an argument that cannot be hashed; it will be refused
@@ -367,7 +366,8 @@ class Router:
         """Backends or numbers are others now: answers that were kept hold no longer."""
         self._changes = next(self._counter)
         variables = [name for backend in self.backends for name in backend.variables]
-        self._variables = (ENV_BACKEND, ENV_CALIBRATE, *variables)
+        names = (ENV_BACKEND, ENV_CALIBRATE, *variables)
+        self._variables = {name: os.fsencode(name) for name in names}
 
     def _log_dense(self, call: Call, choice: Choice, name: str, numbers: Numbers) -> None:
         """Log, once for a device and kind of numbers, that a long call runs dense attention there.
@@ -388,6 +388,15 @@ class Router:
             choice.rejected[name].removesuffix(f"; {way_out}"),
             f'backend="{name}" runs the kernels anyway' if numbers.measured else way_out,
         )
+
+
+def _read_environment(names: Mapping[str, bytes]) -> Iterable[object]:
+    """Values of variables, by their names and encoded names. Where `os.environ` has encoded ones,
+    they are read as they are: its own `get` takes a microsecond for a name that is not set."""
+    encoded = getattr(os.environ, "_data", None)
+    if encoded is None or os.name == "nt":
+        return map(os.environ.get, names)
+    return map(encoded.get, names.values())
 
 
 def _read(rates: Rates, place: Place) -> _Known:
