@@ -411,12 +411,12 @@ def check_and_choose(inputs: Inputs, **options: Any) -> Checked:
         query, key, value, attn_mask, block_mask = inputs
         call = check_call(query, key, value, attn_mask=attn_mask, block_mask=block_mask, **options)
         choice = router.choose(call, options.get("backend", AUTO))
-        is_dense = choice.backend == DENSE and not choice.provisional
+        is_settled = not (compiling or choice.provisional)
+        is_dense = is_settled and choice.backend == DENSE
         return Checked(call, choice, sdpa_arguments(call) if is_dense else None)
 
-    if torch.compiler.is_compiling() or forward_ad_level() >= 0:
-        return make()
-    if not {*map(type, inputs)} <= _KNOWN_TYPES:
+    compiling = torch.compiler.is_compiling()
+    if compiling or forward_ad_level() >= 0 or not {*map(type, inputs)} <= _KNOWN_TYPES:
         return make()
     tensors = [
         None if x is None else (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
