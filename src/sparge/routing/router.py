@@ -217,7 +217,8 @@ class Router:
         dense = {i: x for i, x in chosen.items() if x[1].routed_to_dense}
         if not dense or call.needs_grad:
             return list(chosen.values())
-        first, found = keep_everything(next(iter(dense.values()))[0]), {}
+        first = keep_everything(next(iter(dense.values()))[0])
+        found: dict[int, Chosen] = {}
         for b in self.backends:
             packs = isinstance(b.cost, Rates) and b.cost.packs_dense and b.packed is not None
             if packs and not found and b.refusal(host(*first.where), first) is None:
