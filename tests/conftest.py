@@ -145,6 +145,7 @@ def no_work(monkeypatch):
     for backend in STAGED:
         for stage in ("prepare_keys", "prepare_queries", "predict", "select", "attend"):
             monkeypatch.setattr(f"sparge.backends.{backend}.stages.{stage}", refuse)
+    monkeypatch.setattr("sparge.backends.cpu.stages.run_call", refuse)
     for place in ("api.attention", "engine.execute"):
         monkeypatch.setattr(f"sparge.{place}.attend_dense", refuse)
     for place in ("engine.execute", "interop", "values.blockplan"):

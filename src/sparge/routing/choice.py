@@ -197,6 +197,8 @@ def compare_with_dense(
     else:
         why = "" if known.density is None else "as this layer kept before"
         estimate = known.costs.estimate(call, density_of(call, rates, known), why=why)
+        if rates.on_host:  # else what a plan keeps is learnt later
+            estimate = replace(estimate, kept_limit=known.costs.kept_limit(call))
     if known.failure and (not known.measured or known.outdated):
         reason = f"{estimate.reason}; calibration failed: {known.failure}"
         estimate = replace(estimate, reason=reason)

@@ -151,8 +151,7 @@ class Crossover:
             f"predicted {ours * 1e3:.2f} ms at density {density:.2f}{why and f' ({why})'}, dense "
             f"attention {dense * 1e3:.2f} ms"
         )
-        estimate = self._answer(ours < CLEARLY * dense, reason)
-        return replace(estimate, kept_limit=self.kept_limit(call))
+        return self._answer(ours < CLEARLY * dense, reason)
 
     def estimate_plan(self, call: Call, plan: BlockPlan) -> Estimate:
         """Once there is a plan: attention alone, since what came before is paid for."""

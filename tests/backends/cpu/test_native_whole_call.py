@@ -129,7 +129,7 @@ def test_beyond_the_limit_it_is_planned_and_not_attended():
 def test_the_limit_is_where_the_router_turns_to_dense():
     call, inputs = some_call(replace(sparge.DEFAULT, keep=KeepFraction(0.5)))
     router = Router()
-    costs = router._crossover(CPU_BACKEND, call)
+    costs = router._crossover("cpu", call)
     limit, plan = costs.kept_limit(call), run_call(call, inputs).plan()
     blocks, allowed = plan.indices.numel(), int(plan.allowed.sum())
     for kept in range(allowed):
