@@ -45,6 +45,7 @@ class Call : public Job {
 
   Call(const Kernels& kernels, const Work& work, int64_t threads, bool timed)
       : k(kernels),
+        given(work),
         w(work),
         s(w.shape),
         timed(timed),
@@ -202,7 +203,8 @@ class Call : public Job {
   }
 
   const Kernels& k;
-  const Work w;
+  const Work given;
+  Work w;  // with lists in the memory of the call where none are given
   const Shape& s;
   const bool timed;
   const KindMap kinds;
@@ -281,9 +283,6 @@ class Call : public Job {
     select_args.shape = s;
     select_args.keep = w.keep;
     select_args.amount = w.amount;
-    select_args.counts = w.counts;
-    select_args.indices = w.indices;
-    select_args.allowed = w.allowed;
     select_args.masses = w.steps.masses;
     select_args.n_steps = w.steps.n_steps;
     for (KeySide* side : {&run_side, &own_side}) {
@@ -293,7 +292,7 @@ class Call : public Job {
       a.precision = side == &run_side ? w.precision : w.own_precision();
       a.query = w.query, a.key = w.key, a.value = w.value;
       a.pv_skip = w.pv_skip;
-      a.counts = w.counts, a.indices = w.indices, a.pv_skips = w.pv_skips;
+      a.pv_skips = w.pv_skips;
       a.out = w.out, a.out_dtype = w.out_dtype;
       a.out_stride_l = w.out_stride_l, a.out_stride_h = w.out_stride_h;
       a.lse = w.lse, a.lse_stride_h = w.lse_stride_h;
@@ -320,6 +319,12 @@ class Call : public Job {
     place(&at.lse_shift, codes && attends, heads_q * s.Lq);
     place(&at.v_codes, codes_v, heads_k * s.Lk * s.Dv);
     place(&at.v_scale, codes_v, heads_k * n_k * s.Dv);
+    w.counts = placed(&arena, given.counts, selects, heads_q * n_q);
+    w.indices = placed(&arena, given.indices, selects, heads_q * n_q * n_k);
+    w.allowed = placed(&arena, given.allowed, selects, heads_q * n_q);
+    select_args.counts = w.counts, select_args.indices = w.indices, select_args.allowed = w.allowed;
+    for (KeySide* side : {&run_side, &own_side})
+      side->args.counts = w.counts, side->args.indices = w.indices;
     const float* mean = w.key_mean ? w.key_mean : at.mean;
     keys.mean = mean;
     keys.codes = at.k_codes, keys.scale = at.k_scale;

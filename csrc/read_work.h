@@ -284,11 +284,12 @@ class WorkReader {
       }
       need(p.mass || !some || w.first != Stage::select, "mass", "the stage select");
       need(p.mass || w.last != Stage::predict || !some, "mass", "the stage predict");
-      need((w.counts && w.indices && w.allowed) || !w.runs(Stage::select),
-           "counts, indices and allowed", "the stage select");
+      need((w.counts && w.indices && w.allowed) || !w.runs(Stage::select) || attends,
+           "counts, indices and allowed", "planning alone");
       need(w.measured || !budgets, "measured", "an error budget");
-      need((w.counts && w.indices && w.out && w.lse && w.pv_skips) || !attends,
-           "counts, indices, out, lse and pv_skips", "the stage attend");
+      need((w.out && w.lse && w.pv_skips) || !attends, "out, lse and pv_skips", "the stage attend");
+      need((w.counts && w.indices) || !attends || w.runs(Stage::select), "counts and indices",
+           "attention without the stage select");
     }
     need(!p.q_codes == !p.q_scale, p.q_codes ? "q_scale" : "q_codes", "codes with their scales");
     need(!p.k_codes == !p.k_scale, p.k_codes ? "k_scale" : "k_codes", "codes with their scales");

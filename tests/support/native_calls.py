@@ -72,9 +72,9 @@ def passed(run: Callable[[], object], number: int = -1) -> dict[str, Any]:
         def __getattr__(self, name: str) -> Any:
             return getattr(ops, name)
 
-    def watched(**fields: Any) -> bool:
+    def watched(fields: dict[str, Any]) -> bool:
         found.append({"op": "run", "isa": native.isa_number()} | fields)
-        return run_op(**fields)
+        return run_op(fields)
 
     with mock.patch.object(native, "ops", Watched), mock.patch.object(native, "run", watched):
         run()

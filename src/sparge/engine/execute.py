@@ -49,10 +49,17 @@ class Outcome(NamedTuple):
         return None if self.make_plan is None else self.make_plan()
 
 
-def run_attention(call: Call, choice: Choice, inputs: Inputs, *, recorded: bool = False) -> Outcome:
+def run_attention(
+    call: Call,
+    choice: Choice,
+    inputs: Inputs,
+    *,
+    recorded: bool = False,
+    keeps_plan: bool = False,
+) -> Outcome:
     """The whole way of one call. The run is returned, not noted: varlen gathers several.
 
-    recorded: make a run, though nobody records.
+    recorded: make a run, though nobody records. keeps_plan: the outcome has the plan, if any.
     """
     if choice.provisional:
         choice = current_router().calibrate(call, choice)
@@ -61,7 +68,7 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs, *, recorded: bool 
         return run_dense(call, inputs, watch)
     backend = get_backend(choice.backend)
     if backend.whole is not None:
-        return _run_whole(backend.whole(), call, inputs, watch)
+        return _run_whole(backend.whole(), call, inputs, watch, keeps_plan=keeps_plan)
     with without_grad_and_autocast(call.device):
         tokens = with_kinds(backend, tokens_of(call, inputs))
         prepared, plan = _plan(call, inputs, tokens, backend, watch, to_attend=True)
@@ -74,7 +81,9 @@ def run_attention(call: Call, choice: Choice, inputs: Inputs, *, recorded: bool 
     return Outcome(done.out, done.lse, lambda: plan, run_of("attention", watch, plan, done))
 
 
-def _run_whole(whole: WholeCalls, call: Call, inputs: Inputs, watch: Stopwatch) -> Outcome:
+def _run_whole(
+    whole: WholeCalls, call: Call, inputs: Inputs, watch: Stopwatch, *, keeps_plan: bool
+) -> Outcome:
     """All stages at once, or dense attention once it is known to be faster."""
     plan = None
     if inputs.block_mask is not None:
@@ -82,13 +91,15 @@ def _run_whole(whole: WholeCalls, call: Call, inputs: Inputs, watch: Stopwatch) 
             plan = _plan_of_mask(call, inputs.block_mask, tokens_of(call, inputs))
     # The backward needs the plan.
     limit = None if call.needs_grad or plan else current_router().kept_limit(call, watch.choice)
-    found = _timed_call(whole, watch, call, inputs, plan=plan, limit=limit)
+    keeps_plan |= watch.active
+    found = _timed_call(whole, watch, call, inputs, plan=plan, limit=limit, keeps_plan=keeps_plan)
     done = found.attended
     if done is None:
-        watch.choice = current_router().choose_after_plan(found.plan(), call, watch.choice)
+        if watch.active:
+            watch.choice = current_router().choose_after_plan(found.plan(), call, watch.choice)
         return run_dense(call, inputs, watch)
     record = run_of("attention", watch, found.plan(), done) if watch.active else None
-    return Outcome(done.out, done.lse, found.plan, record)
+    return Outcome(done.out, done.lse, found.plan if keeps_plan else None, record)
 
 
 def _timed_call(

@@ -174,7 +174,7 @@ def _attention(given: Given) -> tuple[Tensor, ...]:
         choice = choose(call, given.backend)
         _check_gradient(call, dense=choice.backend == DENSE)
     listener = GRAPH_LISTENERS.get(given.label)
-    done = run_attention(call, choice, inputs, recorded=listener is not None)
+    done = run_attention(call, choice, inputs, recorded=listener is not None, keeps_plan=True)
     note(done.run)
     if listener is not None and done.run is not None:
         listener.note(done.run)

@@ -363,11 +363,12 @@ class WholeCalls(Protocol):
         *,
         plan: BlockPlan | None = None,
         attends: bool = True,
+        keeps_plan: bool = True,
         limit: KeptLimit | None = None,
         timed: bool = False,
     ) -> AttendedCall:
         """The plan and the output of the stages, bit for bit. plan: given, not made. attends: not
-        only planned."""
+        only planned. keeps_plan: else the result has none."""
         ...
 
 

@@ -39,9 +39,9 @@ def counted(monkeypatch):
     """Native calls, as `pack` or `call`."""
     names, run = [], native.run
 
-    def counting(**fields):
+    def counting(fields):
         names.append("call" if fields.get("q_rows") is None else "pack")
-        return run(**fields)
+        return run(fields)
 
     monkeypatch.setattr(native, "run", counting)
     return names

@@ -103,7 +103,7 @@ def _arguments() -> tuple[Any, dict[str, int], list[Any]]:
     return op, {x.name: i for i, x in enumerate(arguments)}, [x.default_value for x in arguments]
 
 
-def run(**fields: Any) -> bool:
+def run(fields: dict[str, Any]) -> bool:
     """One native call (csrc/read_work.h lists the fields); whether attention ran. By position,
     which saves torch 5 µs of looking up names."""
     op, places, defaults = _arguments()

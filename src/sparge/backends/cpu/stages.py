@@ -56,34 +56,31 @@ def run_call(
     *,
     plan: BlockPlan | None = None,
     attends: bool = True,
+    keeps_plan: bool = True,
     limit: KeptLimit | None = None,
     timed: bool = False,
 ) -> AttendedCall:
-    query, fields, measured, attended = inputs.query, dict[str, Any](), None, None
+    fields = native_facts(call)
+    fields |= native_recipe(call.recipe, call.Hq, call.is_causal)
+    fields["query"], fields["key"], fields["value"] = inputs.query, inputs.key, inputs.value
+    fields["mask"] = inputs.attn_mask
+    fields["last"] = ATTEND if attends else SELECT
+    measured = attended = None
     if plan is not None:
         fields |= _lists_of(plan) | _raised(call, plan)
         fields["planned"] = True
-    else:
+    elif keeps_plan:
         fields |= (lists := _empty_lists(call))
-        if call.measures_error:
-            fields["measured"] = measured = torch.empty((3, call.B, call.Hq), dtype=torch.float64)
+    if call.measures_error and plan is None:
+        fields["measured"] = measured = torch.empty((3, call.B, call.Hq), dtype=torch.float64)
     if attends:
-        attended = _empty_output(call, fields["counts"])
-        fields |= attended._asdict()
-    if limit is not None:
-        fields |= limit._asdict()  # above 0, which would be no limit
+        attended = _empty_output(call)
+        fields["out"], fields["lse"], fields["pv_skips"] = attended
+    if limit is not None:  # above 0, which would be no limit
+        fields["most_kept"], fields["pooled_cost"], fields["raised_cost"] = limit
     if timed:
         fields["seconds"] = torch.zeros(len(TIMED), dtype=torch.float64)
-    ran = library.run(
-        query=query,
-        key=inputs.key,
-        value=inputs.value,
-        mask=inputs.attn_mask,
-        last=ATTEND if attends else SELECT,
-        **native_facts(call),
-        **native_recipe(call.recipe, call.Hq, call.is_causal),
-        **fields,
-    )
+    ran = library.run(fields)
     seconds = dict(zip(TIMED, fields["seconds"].tolist(), strict=True)) if timed else {}
 
     def make_plan() -> BlockPlan:
@@ -148,7 +145,15 @@ def sum_keys(key: Tensor) -> Tensor:
     """fp32 `[B, Hk, n_k, D]`, of rows scaled by 1 / 128, so that a sum of finite rows is finite."""
     B, Hk, Lk, D = key.shape
     sums = torch.empty((B, Hk, n_blocks(Lk, BLOCK_K), D), dtype=torch.float32)
-    library.run(shape=[B, Hk, Hk, 0, Lk, D, D], first=PREPARE, last=PREPARE, key=key, sums=sums)
+    library.run(
+        {
+            "shape": [B, Hk, Hk, 0, Lk, D, D],
+            "first": PREPARE,
+            "last": PREPARE,
+            "key": key,
+            "sums": sums,
+        }
+    )
     return sums
 
 
@@ -178,7 +183,7 @@ def select(call: Call, prepared: Prepared, mass: Tensor | None, tokens: TokenMas
 
 def attend(call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask) -> Attended:
     lists = _lists_of(plan)
-    done = _empty_output(call, lists["counts"])
+    done = _empty_output(call)
     _stage(ATTEND, call, prepared, tokens, **lists, **_raised(call, plan), **done._asdict())
     return done
 
@@ -215,12 +220,14 @@ def block_kinds(tokens: TokenMask) -> Tensor:
     (B, H), n_q, n_k = mask.shape[:2], n_blocks(tokens.Lq, BLOCK_Q), n_blocks(tokens.Lk, BLOCK_K)
     kinds = torch.empty((B, H, n_q, n_k), dtype=torch.int8)
     library.run(
-        shape=[B, H, H, tokens.Lq, tokens.Lk, 1, 1],
-        last=MASK,
-        mask=mask,
-        kinds=kinds,
-        is_causal=tokens.is_causal,
-        offset=tokens.offset,
+        {
+            "shape": [B, H, H, tokens.Lq, tokens.Lk, 1, 1],
+            "last": MASK,
+            "mask": mask,
+            "kinds": kinds,
+            "is_causal": tokens.is_causal,
+            "offset": tokens.offset,
+        }
     )
     return kinds
 
@@ -289,13 +296,15 @@ def _budget_tables() -> list[Tensor]:
 def _prepare(call: Call, shape: list[int], **fields: Any) -> None:
     recipe = call.recipe
     library.run(
-        shape=shape,
-        first=PREPARE,
-        last=PREPARE,
-        precision=PRECISIONS.index(recipe.precision),
-        pool_group=recipe.pool_group if recipe.pools else 0,
-        softmax_scale=call.scale,
-        **fields,
+        dict(
+            shape=shape,
+            first=PREPARE,
+            last=PREPARE,
+            precision=PRECISIONS.index(recipe.precision),
+            pool_group=recipe.pool_group if recipe.pools else 0,
+            softmax_scale=call.scale,
+            **fields,
+        )
     )
 
 
@@ -317,21 +326,23 @@ def _stage(number: int, call: Call, prepared: Prepared, tokens: TokenMask, **fie
     else:
         recipe["pool_group"] = 0
     library.run(
-        first=number,
-        last=number,
-        query=queries.own if isinstance(q, QTensor) else q,
-        key=keys.own_key if isinstance(k, QTensor) else k,
-        value=keys.own_value if isinstance(v, QTensor) else v if reads_v else None,
-        mask=tokens.attn_mask,
-        kinds=tokens.kinds,
-        q_pooled=queries.pooled,
-        q_similarity=queries.similarity,
-        lse_shift=queries.lse_shift,
-        k_pooled=keys.pooled,
-        k_similarity=keys.similarity,
-        **native_facts(call),
-        **recipe,
-        **fields,
+        dict(
+            first=number,
+            last=number,
+            query=queries.own if isinstance(q, QTensor) else q,
+            key=keys.own_key if isinstance(k, QTensor) else k,
+            value=keys.own_value if isinstance(v, QTensor) else v if reads_v else None,
+            mask=tokens.attn_mask,
+            kinds=tokens.kinds,
+            q_pooled=queries.pooled,
+            q_similarity=queries.similarity,
+            lse_shift=queries.lse_shift,
+            k_pooled=keys.pooled,
+            k_similarity=keys.similarity,
+            **native_facts(call),
+            **recipe,
+            **fields,
+        )
     )
 
 
@@ -395,10 +406,13 @@ def _lists_of(plan: BlockPlan) -> dict[str, Tensor]:
     return {"counts": plan.counts.contiguous(), "indices": plan.indices.contiguous()}
 
 
-def _empty_output(call: Call, counts: Tensor) -> Attended:
-    out = torch.empty((call.B, call.Hq, call.Lq, call.Dv), dtype=call.dtype)
-    lse = torch.empty((call.B, call.Hq, call.Lq), dtype=torch.float32)
-    return Attended(out, lse, torch.empty_like(counts))
+def _empty_output(call: Call) -> Attended:
+    B, Hq, Lq = call.B, call.Hq, call.Lq
+    return Attended(
+        torch.empty((B, Hq, Lq, call.Dv), dtype=call.dtype),
+        torch.empty((B, Hq, Lq), dtype=torch.float32),
+        torch.empty((B, Hq, call.n_q), dtype=torch.int32),
+    )
 
 
 def _raised(call: Call, plan: BlockPlan) -> dict[str, Tensor]:

@@ -75,24 +75,26 @@ def attend_packed(
     seconds = query.new_zeros(len(TIMED), dtype=torch.float64)
     costs = max((limit[1:] for limit in limits or () if limit), default=(0.0, 1.0))
     library.run(
-        query=query,
-        key=inputs.key,
-        value=inputs.value,
-        last=ATTEND,
-        q_rows=pack.q_rows,
-        k_rows=pack.k_rows,
-        offsets=pack.offsets,
-        limits=torch.tensor(most, dtype=torch.float64) if most else None,
-        pooled_cost=costs[0],
-        raised_cost=costs[1],
-        **native_facts(call),
-        **native_recipe(call.recipe, call.Hq, call.is_causal),
-        **lists._asdict(),
-        measured=measured,
-        out=out,
-        lse=lse,
-        attended=attended,
-        seconds=seconds,
+        dict(
+            query=query,
+            key=inputs.key,
+            value=inputs.value,
+            last=ATTEND,
+            q_rows=pack.q_rows,
+            k_rows=pack.k_rows,
+            offsets=pack.offsets,
+            limits=torch.tensor(most, dtype=torch.float64) if most else None,
+            pooled_cost=costs[0],
+            raised_cost=costs[1],
+            **native_facts(call),
+            **native_recipe(call.recipe, call.Hq, call.is_causal),
+            **lists._asdict(),
+            measured=measured,
+            out=out,
+            lse=lse,
+            attended=attended,
+            seconds=seconds,
+        )
     )
     left = () if some is None else _numbers_left(some.numbers, attended)
     spent = dict(zip(TIMED, seconds.tolist(), strict=True))
