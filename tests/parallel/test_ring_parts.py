@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from calls import a_call
 from sparge.backends.cpu import stages as native
-from sparge.parallel.exchange import Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
+from sparge.parallel.exchange import from_bytes, pack_bits, size_of, to_bytes, unpack_bits
 from sparge.parallel.global_plan import make_units
-from sparge.parallel.layout import contiguous, layout_of, zigzag
+from sparge.parallel.layout import contiguous, sharding_of, zigzag
 
 
 def covers(layout, total):
@@ -41,9 +41,9 @@ def test_whole_blocks_change_little(lengths):
 
 
 def test_lengths_that_are_no_zigzag():
-    assert layout_of("zigzag", [5, 5], "query").total == 10
+    assert sharding_of("zigzag", [5, 5], "query").total == 10
     with pytest.raises(ValueError, match=r"gives rank 0 5 of 10 rows, its tensor has 6"):
-        layout_of("zigzag", [6, 4], "query")
+        sharding_of("zigzag", [6, 4], "query")
 
 
 @given(st.integers(1, 40), st.integers(0, 2**32))
@@ -57,10 +57,9 @@ def test_bits_go_there_and_back(n, seed):
 def test_messages_go_there_and_back():
     given = [torch.randn(3, 5).to(torch.bfloat16), torch.empty(0, 4), torch.arange(7)]
     given += [torch.randn(2, 3, 4).transpose(0, 2), torch.tensor([1.5], dtype=torch.float64)]
-    specs = [Spec(tuple(x.shape), x.dtype) for x in given]
     message = to_bytes(given, torch.device("cpu"))
-    assert message.numel() == size_of(specs)
-    for x, y in zip(given, from_bytes(message, specs), strict=True):
+    assert message.numel() == size_of(given)
+    for x, y in zip(given, from_bytes(message, given), strict=True):
         assert torch.equal(x, y)
         assert x.dtype == y.dtype
 

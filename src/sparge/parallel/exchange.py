@@ -15,9 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
 from typing import Any
 
 import torch
@@ -39,48 +37,6 @@ class RankError(RuntimeError):
         return RankError, (str(self), self.rank, self.reason)
 
 
-class Blackboard:
-    """Errors of the ranks of a group in one call, in the group's store."""
-
-    def __init__(self, group: Any, call: int) -> None:
-        with suppress(Exception):  # private to torch: without it, peers are named without a reason
-            self._store = dist.distributed_c10d._get_process_group_store(group)
-        self._key = f"sparge/ring/{call}"
-
-    def leave(self, rank: int, failed: int, reason: str) -> None:
-        """Rank `rank` says that the rank `failed` did."""
-        with suppress(Exception):  # the store may have died with its host
-            self._store.set(f"{self._key}/{rank}", json.dumps([failed, reason]))
-
-    def read(self, rank: int) -> tuple[int, str] | None:
-        """What a rank said, waiting `GRACE` seconds for it; None if it says nothing."""
-        end = time.monotonic() + GRACE
-        while time.monotonic() < end:
-            try:
-                if self._store.check([key := f"{self._key}/{rank}"]):
-                    failed, reason = json.loads(self._store.get(key))
-                    return failed, reason
-            except Exception:
-                return None
-            time.sleep(0.05)
-        return None
-
-
-def close_connections(group: Any, peers: list[int]) -> None:
-    """Let every rank that waits for this one fail now.
-
-    gloo closes all of a rank's connections when it stops waiting for a message, and has no other
-    way to; a group of another backend is aborted.
-    """
-    with suppress(Exception):
-        if dist.get_backend(group) != "gloo":
-            group.abort()
-            return
-        nothing = torch.empty(1, dtype=torch.uint8)
-        receive: Callable[..., Any] = dist.irecv
-        receive(nothing, group=group, group_src=peers[0], tag=1).wait(timedelta(milliseconds=1))
-
-
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
@@ -93,45 +49,25 @@ _ALIGN = 16
 """Tensors begin at multiples of this, so that every dtype can be viewed in place."""
 
 
-@dataclass(frozen=True)
-class Spec:
-    """The shape and dtype of a tensor that comes from another rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def n_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def spec_of(x: Tensor) -> Spec:
-    return Spec(tuple(x.shape), x.dtype)
-
-
-def size_of(specs: Iterable[Spec]) -> int:
-    """Bytes of the message that holds these tensors."""
-    return sum(-(-spec.n_bytes // _ALIGN) * _ALIGN for spec in specs)
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the message that holds tensors like these, which may be on the device `meta`."""
+    return sum(-(-x.nbytes // _ALIGN) * _ALIGN for x in tensors)
 
 
 def to_bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """One message, uint8."""
-    buffer = torch.empty(size_of(map(spec_of, tensors)), dtype=torch.uint8, device=device)
-    at = 0
-    for x in tensors:
-        spec = spec_of(x)
-        if spec.n_bytes:
-            buffer[at : at + spec.n_bytes].view(x.dtype).view(x.shape).copy_(x)
-        at += size_of([spec])
+    buffer = torch.empty(size_of(tensors), dtype=torch.uint8, device=device)
+    for own, x in zip(from_bytes(buffer, tensors), tensors, strict=True):
+        own.copy_(x)
     return buffer
 
 
-def from_bytes(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
-    """The tensors of a message, as views of it."""
+def from_bytes(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a message, as views of it, with the shapes and dtypes of `like`."""
     found, at = [], 0
-    for spec in specs:
-        found.append(buffer[at : at + spec.n_bytes].view(spec.dtype).view(spec.shape))
-        at += size_of([spec])
+    for x in like:
+        found.append(buffer[at : at + x.nbytes].view(x.dtype).view(x.shape))
+        at += size_of([x])
     return found
 
 
@@ -161,16 +97,15 @@ class Pending:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._received: dict[int, tuple[Any, Tensor]] = {}
+        self._received: dict[int, tuple[Any, Tensor, Sequence[Tensor]]] = {}
         self._sent: list[tuple[int, Any, Tensor]] = []
 
-    def take(self, rank: int) -> Tensor:
-        """The bytes that this rank sent; empty if none were asked for."""
-        if rank not in self._received:
-            return self._exchange.nothing()
-        work, buffer = self._received.pop(rank)
-        self._exchange.wait(work, rank, "waiting for")
-        return buffer
+    def take(self, rank: int) -> list[Tensor]:
+        """The tensors that came from this rank, as views of its message."""
+        work, buffer, like = self._received.pop(rank)
+        if work is not None:
+            self._exchange.wait(work, rank, "waiting for")
+        return from_bytes(buffer, like)
 
     def finish(self) -> None:
         for rank, work, _ in self._sent:
@@ -184,30 +119,32 @@ class Exchange:
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.peers = [rank for rank in range(self.world) if rank != self.rank]
         self.sent: Counter[str] = Counter()
         self.waited = 0.0
         name = str(getattr(group, "group_name", ""))
-        self.board = Blackboard(group, _calls[name])
+        self._store_key = f"sparge/ring/{_calls[name]}"
+        with suppress(Exception):  # private to torch: without it, peers are named without a reason
+            self._store = dist.distributed_c10d._get_process_group_store(group)
         _calls[name] += 1
         self._tags = itertools.count(2)
 
-    def nothing(self) -> Tensor:
-        """A message of no bytes."""
-        return torch.empty(0, dtype=torch.uint8, device=self.device)
-
-    def post(self, purpose: str, send: Mapping[int, Tensor], receive: Mapping[int, int]) -> Pending:
-        """Begin to send bytes to ranks and to receive so many from ranks; both sides know how many.
+    def post(
+        self, purpose: str, send: Mapping[int, Tensor], receive: Mapping[int, Sequence[Tensor]]
+    ) -> Pending:
+        """Begin to send messages to ranks, and to receive tensors like these from ranks.
 
         Every rank posts the same exchanges in the same order.
         """
         pending, tag = Pending(self), next(self._tags)
-        for rank, n_bytes in receive.items():
-            if n_bytes and rank != self.rank:
-                buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+        for rank, like in receive.items():
+            work = None
+            buffer = torch.empty(size_of(like), dtype=torch.uint8, device=self.device)
+            if rank == self.rank:
+                buffer = send[rank]
+            elif buffer.numel():
                 with self._blaming(rank, "waiting for"):
                     work = dist.irecv(buffer, group=self.group, group_src=rank, tag=tag)
-                pending._received[rank] = work, buffer
+            pending._received[rank] = work, buffer, like
         for rank, message in send.items():
             if message.numel() and rank != self.rank:
                 with self._blaming(rank, "sending to"):
@@ -217,47 +154,29 @@ class Exchange:
         return pending
 
     def swap(
-        self, purpose: str, send: Mapping[int, Tensor], receive: Mapping[int, int]
-    ) -> dict[int, Tensor]:
-        """Send and receive, and wait for all; what a rank sends itself comes back as it is."""
-        pending = self.post(purpose, send, receive)
-        found = {rank: pending.take(rank) for rank in receive if rank != self.rank}
-        if self.rank in receive:
-            found[self.rank] = send[self.rank]
+        self, purpose: str, send: Mapping[int, Tensor], into: Mapping[int, Sequence[Tensor]]
+    ) -> None:
+        """Send a message to each rank, and fill tensors with those that come from each; a rank may
+        send to itself."""
+        pending = self.post(purpose, send, into)
+        for rank, tensors in into.items():
+            for x, came in zip(tensors, pending.take(rank), strict=True):
+                x.copy_(came)
         pending.finish()
-        return found
 
-    def swap_tensors(
-        self,
-        purpose: str,
-        send: Mapping[int, Sequence[Tensor]],
-        receive: Mapping[int, Sequence[Spec]],
-    ) -> dict[int, Iterator[Tensor]]:
-        """`swap` with a message of several tensors for each rank; those that came are views."""
-        messages = {to: to_bytes(tensors, self.device) for to, tensors in send.items()}
-        found = self.swap(purpose, messages, {of: size_of(receive[of]) for of in receive})
-        return {of: iter(from_bytes(found[of], specs)) for of, specs in receive.items()}
+    def gather(
+        self, purpose: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor]:
+        """The tensors of all ranks, which have these shapes and one dtype."""
+        found = [torch.empty(shape, dtype=tensor.dtype, device=self.device) for shape in shapes]
+        message = to_bytes([tensor], self.device)
+        into = {of: [x] for of, x in enumerate(found)}
+        self.swap(purpose, dict.fromkeys(range(self.world), message), into)
+        return found
 
     def gather_rows(self, purpose: str, row: Tensor) -> Tensor:
         """The 1-D tensors of all ranks, which are as long, `[world, n]`."""
-        found = self.gather(purpose, row.view(torch.uint8).to(self.device))
-        return torch.stack(found).view(row.dtype)
-
-    def gather_numbers(self, purpose: str, numbers: Tensor) -> list[list[Any]]:
-        """The same on the host."""
-        found: list[list[Any]] = self.gather_rows(purpose, numbers).tolist()
-        return found
-
-    def gather(
-        self, purpose: str, message: Tensor, sizes: Sequence[int] | None = None
-    ) -> list[Tensor]:
-        """The messages of all ranks, each sent to all. sizes: None if all are as long."""
-        ranks = range(self.world)
-        n_bytes = sizes or [message.numel()] * self.world
-        found = self.swap(
-            purpose, dict.fromkeys(ranks, message), dict(zip(ranks, n_bytes, strict=True))
-        )
-        return [found[rank] for rank in ranks]
+        return torch.stack(self.gather(purpose, row, [tuple(row.shape)] * self.world))
 
     def wait(self, work: Any, rank: int, what: str) -> None:
         start = time.perf_counter()
@@ -273,10 +192,10 @@ class Exchange:
             yield
         except RuntimeError as error:
             waited = time.monotonic() - start
-            said = self.board.read(rank)
+            said = self._error_of(rank)
             failed, reason = said or (rank, f"it does not answer ({_first_line(error)})")
             through = "" if failed == rank else f", as rank {rank} says"
-            self.board.leave(self.rank, failed, reason)
+            self._tell(failed, reason)
             raise RankError(
                 f"ring_attention: rank {failed} failed: {reason}{through}. Rank {self.rank} was "
                 f"{what} rank {rank} for {waited:.1f} s; the group cannot be used any more",
@@ -291,14 +210,48 @@ class Exchange:
             yield
         except BaseException as error:
             if not isinstance(error, RankError):
-                self.board.leave(self.rank, self.rank, f"{type(error).__name__}: {error}")
-            if self.peers:
-                close_connections(self.group, self.peers)
+                self._tell(self.rank, f"{type(error).__name__}: {error}")
+            if self.world > 1:
+                self._close_connections()
             raise
 
+    def _tell(self, failed: int, reason: str) -> None:
+        """Write to the group's store that a rank failed."""
+        with suppress(Exception):  # the store may have died with its host
+            self._store.set(f"{self._store_key}/{self.rank}", json.dumps([failed, reason]))
 
-_N_FACTS = 6
-"""Numbers of each rank that may differ: they follow the digest of what may not."""
+    def _error_of(self, rank: int) -> tuple[int, str] | None:
+        """What a rank wrote, waiting `GRACE` seconds for it; None if it writes nothing."""
+        key, end = f"{self._store_key}/{rank}", time.monotonic() + GRACE
+        while time.monotonic() < end:
+            try:
+                if self._store.check([key]):
+                    failed, reason = json.loads(self._store.get(key))
+                    return failed, reason
+            except Exception:
+                return None
+            time.sleep(0.05)
+        return None
+
+    def _close_connections(self) -> None:
+        """Let every rank that waits for this one fail now.
+
+        gloo closes all of a rank's connections when it stops waiting for a message, and has no
+        other way to; a group of another backend is aborted.
+        """
+        with suppress(Exception):
+            if dist.get_backend(self.group) != "gloo":
+                self.group.abort()
+                return
+            nothing = torch.empty(1, dtype=torch.uint8)
+            peer = 1 if self.rank == 0 else 0
+            receive: Callable[..., Any] = dist.irecv
+            work = receive(nothing, group=self.group, group_src=peer, tag=1)
+            work.wait(timedelta(milliseconds=1))
+
+
+_N_DIGEST = 4
+"""Numbers of a digest: sha256 as int64."""
 
 
 def agree(exchange: Exchange, facts: dict[str, Any], own: list[int]) -> list[list[int]] | str:
@@ -308,16 +261,15 @@ def agree(exchange: Exchange, facts: dict[str, Any], own: list[int]) -> list[lis
     """
     text = json.dumps(facts, sort_keys=True).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.int64)
-    numbers = torch.tensor([*own, *[0] * (_N_FACTS - 1 - len(own)), len(text)], dtype=torch.int64)
-    heads = exchange.gather_numbers("agree", torch.cat([digest, numbers]))
-    digests = [tuple(head[:-_N_FACTS]) for head in heads]
-    numbers_of = [head[-_N_FACTS:] for head in heads]
+    numbers = torch.tensor([len(text), *own], dtype=torch.int64)
+    heads = exchange.gather_rows("agree", torch.cat([digest, numbers])).tolist()
+    digests = [tuple(head[:_N_DIGEST]) for head in heads]
     if len(set(digests)) > 1 or "refused" in facts:
-        body = torch.tensor(list(text), dtype=torch.uint8, device=exchange.device)
-        bodies = exchange.gather("agree", body, [found[-1] for found in numbers_of])
+        body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        bodies = exchange.gather("agree", body, [(head[_N_DIGEST],) for head in heads])
         said = [json.loads(bytes(body.tolist())) for body in bodies]
         return _disagreement(said, digests)
-    return [found[: len(own)] for found in numbers_of]
+    return [head[_N_DIGEST + 1 :] for head in heads]
 
 
 def _disagreement(said: list[dict[str, Any]], digests: list[tuple[int, ...]]) -> str:

@@ -10,20 +10,19 @@ travel, too. Keys that were sent to be planned are not sent again to be attended
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from ..values.backend import Backend
-from ..values.call import BLOCK_Q, Call, sampled_rows
-from ..values.stages import KeySums, Prepared, PreparedKeys, PreparedQueries, QTensor
+from ..values.call import BLOCK_Q, Call, n_blocks, sampled_rows, slices_of
+from ..values.stages import KeySums, Prepared, PreparedKeys, QTensor
 from ..values.tokenmask import TokenMask
-from .exchange import Exchange, Spec, from_bytes, pack_bits, size_of, to_bytes, unpack_bits
-from .layout import Held, Layout, pieces_of, place_rows, places
+from .exchange import Exchange, pack_bits, to_bytes, unpack_bits
+from .layout import Held, Piece, Sharding, overlap
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,6 @@ class GlobalPlan:
 
 
 def make_global_plan(exchange: Exchange, held: Held, backend: Backend) -> GlobalPlan:
-    call, rank = held.call, exchange.rank
-    if not (call.predicts or call.recipe.quantized):
-        shape = (call.B, call.Hq, len(held.q_blocks(rank)), call.n_k)
-        return GlobalPlan(torch.ones(shape, dtype=torch.bool, device=exchange.device))
     return _Planning(exchange, held, backend).run()
 
 
@@ -60,6 +55,15 @@ class Unit:
     stop: int
     rank: int
 
+    @property
+    def blocks(self) -> Piece:
+        return Piece(self.first, self.stop, self.rank)
+
+    def heads(self, call: Call) -> slice:
+        """Its query heads."""
+        group = call.Hq // call.Hk
+        return slice(self.head * group, (self.head + 1) * group)
+
 
 def make_units(call: Call, world: int) -> list[Unit]:
     """Key heads, one after another to the ranks. Where ranks are more, several plan a head, if the
@@ -73,184 +77,110 @@ def make_units(call: Call, world: int) -> list[Unit]:
     return [Unit(*span, rank=i % world) for i, span in enumerate(spans)]
 
 
-def own_blocks(held: Held, rank: int, unit: Unit) -> list[int]:
-    """Query blocks of a rank that a unit plans."""
-    return [i for i in held.q_blocks(rank) if unit.first <= i < unit.stop]
-
-
 # -- what travels to the rank that plans -----------------------------------------------------------
-
-
-class Rows(Enum):
-    """What one row of a tensor that travels stands for."""
-
-    KEYS = auto()
-    KEY_BLOCKS = auto()
-    QUERIES = auto()
-    SAMPLED_QUERIES = auto()
-    QUERY_BLOCKS = auto()
-
-    @property
-    def of_keys(self) -> bool:
-        return self in (Rows.KEYS, Rows.KEY_BLOCKS)
 
 
 @dataclass(frozen=True)
 class Field:
-    """A tensor `[B, heads of the unit, rows, *tail]` that every rank sends of its own rows."""
+    """A tensor `[B, heads, rows, *tail]` that travels to the ranks that plan. sharding: which rank
+    has which rows. per_block: rows of a query block; 0 for rows of keys, which a unit needs all."""
 
-    rows: Rows
+    sharding: Sharding
+    per_block: int
     tail: tuple[int, ...]
     dtype: torch.dtype
 
+    def span(self, unit: Unit) -> Piece:
+        """The rows that a unit is planned with."""
+        if not self.per_block:
+            return Piece(0, self.sharding.total, unit.rank)
+        stop = min(unit.stop * self.per_block, self.sharding.total)
+        return Piece(unit.first * self.per_block, stop, unit.rank)
 
-def fields_of(call: Call, *, coded: bool) -> dict[str, Field]:
+    def heads(self, x: Tensor, unit: Unit, call: Call) -> Tensor:
+        """Those of a unit, of a tensor of all heads."""
+        return x[:, unit.heads(call)] if self.per_block else x[:, unit.head, None]
+
+
+def fields_of(held: Held, *, coded: bool) -> dict[str, Field]:
     """What travels, in this order. coded: keys travel as 8-bit codes, if at all, with the
     statistics of their blocks; else as the caller's."""
-    rows, fp32 = (call.D,), torch.float32
+    call, fp32 = held.call, torch.float32
     fields = {}
     if coded and call.samples_rows:
-        fields["key"] = Field(Rows.KEYS, rows, torch.int8)
-        fields["k_scale"] = Field(Rows.KEYS, (), fp32)
+        fields["key"] = Field(held.k_rows, 0, (call.D,), torch.int8)
+        fields["k_scale"] = Field(held.k_rows, 0, (), fp32)
     elif not coded:
-        fields["key"] = Field(Rows.KEYS, rows, call.dtype)
+        fields["key"] = Field(held.k_rows, 0, (call.D,), call.dtype)
     if call.measures_error:
-        fields["value"] = Field(Rows.KEYS, (call.Dv,), call.dtype)
-        fields["query"] = Field(Rows.QUERIES, rows, call.dtype)
+        fields["value"] = Field(held.k_rows, 0, (call.Dv,), call.dtype)
+        fields["query"] = Field(held.q_rows, BLOCK_Q, (call.D,), call.dtype)
         return fields
     if call.samples_rows:
-        fields["query"] = Field(Rows.SAMPLED_QUERIES, rows, call.dtype)
+        samples = call.recipe.sample_rows
+        per_block, total = (len(sampled_places(n, samples)) for n in (BLOCK_Q, call.Lq))
+        sharding = held.q_blocks.recut(lambda cut: min(cut * per_block, total))
+        fields["sampled"] = Field(sharding, per_block, (call.D,), call.dtype)
     if call.pools_blocks:
-        fields["q_pooled"] = Field(Rows.QUERY_BLOCKS, rows, fp32)
+        fields["q_pooled"] = Field(held.q_blocks, 1, (call.D,), fp32)
         if coded:
-            fields["k_pooled"] = Field(Rows.KEY_BLOCKS, rows, fp32)
+            fields["k_pooled"] = Field(held.k_blocks, 0, (call.D,), fp32)
     if call.recipe.min_similarity is not None:
-        fields["q_similarity"] = Field(Rows.QUERY_BLOCKS, (), fp32)
+        fields["q_similarity"] = Field(held.q_blocks, 1, (), fp32)
         if coded:
-            fields["k_similarity"] = Field(Rows.KEY_BLOCKS, (), fp32)
+            fields["k_similarity"] = Field(held.k_blocks, 0, (), fp32)
     return fields
 
 
-@dataclass(frozen=True)
-class Share:
-    """The rows of one rank that one unit is planned with."""
-
-    held: Held
-    rank: int
-    unit: Unit
-
-    def heads(self, rows: Rows) -> slice:
-        head, group = self.unit.head, self.held.call.Hq // self.held.call.Hk
-        return slice(head, head + 1) if rows.of_keys else slice(head * group, (head + 1) * group)
-
-    def spec(self, field: Field) -> Spec:
-        heads = self.heads(field.rows)
-        layout = self._layout(field.rows)
-        n = len(self._places(field.rows)) if layout is None else layout.length(self.rank)
-        shape = (self.held.call.B, heads.stop - heads.start, n)
-        return Spec((*shape, *field.tail), field.dtype)
-
-    def _layout(self, rows: Rows) -> Layout | None:
-        """Of rows that are all sent, in the order of the sequence."""
-        return {Rows.KEYS: self.held.k_layout, Rows.QUERIES: self.held.q_layout}.get(rows)
-
-    def _places(self, rows: Rows) -> list[tuple[int, int]]:
-        """Of other rows: their places in the rank's tensor and in the unit."""
-        held, rank, first = self.held, self.rank, self.unit.first
-        if rows is Rows.KEY_BLOCKS:
-            return list(enumerate(held.k_blocks(rank)))
-        at, blocks = held.q_blocks(rank), own_blocks(held, rank, self.unit)
-        if rows is Rows.QUERY_BLOCKS:
-            return [(at.index(i), i - first) for i in blocks]
-        return [(own, row - first * BLOCK_Q) for own, row in sampled_of(held, rank, blocks)]
-
-    def cut(self, x: Tensor, rows: Rows) -> Tensor:
-        """What of a tensor of all heads of this rank travels."""
-        x = x[:, self.heads(rows)]
-        if self._layout(rows) is not None:
-            return x
-        return x[:, :, places([own for own, _ in self._places(rows)], x.device)]
-
-    def place(self, whole: Tensor, x: Tensor, rows: Rows) -> None:
-        """What came to where it stands in the unit."""
-        if (layout := self._layout(rows)) is not None:
-            place_rows(whole, layout, self.rank, x, dim=2)
-        else:
-            whole[:, :, places([at for _, at in self._places(rows)], x.device)] = x
-
-
-def sampled_of(held: Held, rank: int, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Rows that prediction scores: their places in the rank's tensor and in the sequence."""
-    at = {i: place for place, i in enumerate(held.q_blocks(rank))}
-    for i in blocks:
-        start = i * BLOCK_Q
-        # Only the last block of the sequence is short, and it is the last of its rank.
-        valid = min(start + BLOCK_Q, held.call.Lq) - start
-        for row in sampled_rows(valid, held.call.recipe.sample_rows):
-            yield at[i] * BLOCK_Q + row, start + row
+def sampled_places(length: int, sample_rows: int) -> list[int]:
+    """The rows that prediction scores, of so many from the start of a block on."""
+    blocks = slices_of(length, BLOCK_Q)
+    return [b.start + i for b in blocks for i in sampled_rows(b.stop - b.start, sample_rows)]
 
 
 # -- planning ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class UnitPlan:
-    """What is planned of a unit, or told of it to a rank. kept: bool `[B, group, blocks, n_k]`;
-    measured: fp64 `[3, B, group]`; key_mean: fp32 `[B, 1, D]`. None where the call needs none."""
+class Answer:
+    """What is planned, of some heads and query blocks. kept: uint8 `[B, heads, blocks, n_k / 8]`,
+    bits; measured: fp64 `[3, B, heads]`; key_mean: fp32 `[B, key heads, D]`. None where the call
+    needs none."""
 
-    kept: Tensor | None = None
-    measured: Tensor | None = None
-    key_mean: Tensor | None = None
+    kept: Tensor | None
+    measured: Tensor | None
+    key_mean: Tensor | None
 
-    def to_tensors(self, share: Share) -> list[Tensor]:
-        """What a rank is told, in the order of `specs`."""
-        blocks = own_blocks(share.held, share.rank, share.unit)
-        kept = self.kept
-        if kept is not None:
-            at = places([i - share.unit.first for i in blocks], kept.device)
-            kept = pack_bits(kept[:, :, at])
-        return [x for x in (kept, self.measured, self.key_mean) if x is not None]
-
-    @staticmethod
-    def specs(share: Share) -> list[Spec]:
-        call, group = share.held.call, share.held.call.Hq // share.held.call.Hk
-        n = len(own_blocks(share.held, share.rank, share.unit))
-        specs = []
-        if call.predicts:
-            specs.append(Spec((call.B, group, n, -(-call.n_k // 8)), torch.uint8))
-        if call.measures_error:
-            specs.append(Spec((3, call.B, group), torch.float64))
-        if call.recipe.quantized:
-            specs.append(Spec((call.B, 1, call.D), torch.float32))
-        return specs
-
-    @classmethod
-    def from_tensors(cls, call: Call, tensors: Iterator[Tensor]) -> UnitPlan:
-        return cls(
-            kept=unpack_bits(next(tensors), call.n_k) if call.predicts else None,
-            measured=next(tensors) if call.measures_error else None,
-            key_mean=next(tensors) if call.recipe.quantized else None,
+    def of(self, unit: Unit, call: Call) -> Answer:
+        """Views of the heads of a unit."""
+        heads, mean = unit.heads(call), self.key_mean
+        return Answer(
+            None if self.kept is None else self.kept[:, heads],
+            None if self.measured is None else self.measured[:, :, heads],
+            None if mean is None else mean[:, unit.head, None],
         )
+
+    def parts(self, own: Sequence[Piece], other: Sequence[Piece]) -> list[Tensor]:
+        """What travels of it: the blocks that are in both, and the rest. own: its blocks."""
+        rows = [] if self.kept is None else overlap(self.kept, own, other)
+        return rows + [x for x in (self.measured, self.key_mean) if x is not None]
 
 
 class _Planning:
     """The planning of one call on one rank."""
 
     def __init__(self, exchange: Exchange, held: Held, backend: Backend) -> None:
-        self.exchange, self.held, self.backend = exchange, held, backend
+        self.exchange, self.held = exchange, held
         self.call, self.stages = held.call, backend.stages()
-        self.units = make_units(held.call, exchange.world)
-        self.units_of = {
-            rank: [unit for unit in self.units if unit.rank == rank]
-            for rank in range(exchange.world)
-        }
+        ranks, units = range(exchange.world), make_units(held.call, exchange.world)
+        self.units_of = {rank: [unit for unit in units if unit.rank == rank] for rank in ranks}
         self.key_mean: Tensor | None = None
         if held.call.recipe.quantized and backend.sums_keys:
             assert isinstance(self.stages, KeySums)
             self.key_mean = global_key_mean(exchange, held, self.stages)
         # With the mean known, keys need not travel in the caller's dtype.
         self.coded = self.key_mean is not None and not held.call.measures_error
-        self.fields = fields_of(held.call, coded=self.coded)
+        self.fields = fields_of(held, coded=self.coded)
         # What is planned with is what the kernel reads, if nobody prepares it again.
         as_read = self.coded or not held.call.recipe.quantized
         reuses = backend.plain_operands and as_read and not held.call.measures_error
@@ -258,220 +188,186 @@ class _Planning:
         self.known: dict[int, Tensor | QTensor] = {}
 
     def run(self) -> GlobalPlan:
-        if not self.call.predicts and self.key_mean is not None:
-            return self._assemble_plan({})  # all is kept, and what smoothing takes is known
-        answers = self._exchange_answers(self._exchange_rows())
-        return self._assemble_plan(answers)
+        call, answer, knows = self.call, Answer(None, None, self.key_mean), {}
+        if call.predicts or (call.recipe.quantized and self.key_mean is None):
+            plans = {unit: self._plan(unit, rows) for unit, rows in self._gather_rows().items()}
+            answer = self._exchange_answers(plans)
+            if self.reuses:
+                knows = {of: sorted({x.head for x in self.units_of[of]}) for of in self.units_of}
+        n = self.held.q_blocks.length(self.exchange.rank)
+        shape = (call.B, call.Hq, n, call.n_k)
+        kept = torch.ones(shape, dtype=torch.bool, device=self.exchange.device)
+        if answer.kept is not None:
+            kept = unpack_bits(answer.kept, call.n_k)
+        return GlobalPlan(kept, answer.key_mean, answer.measured, self.known, knows)
 
-    def _exchange_rows(self) -> dict[Unit, dict[int, dict[str, Tensor]]]:
-        """What every rank sent of the units that are planned here, by the rank it came from."""
-        ranks, rank = range(self.exchange.world), self.exchange.rank
-        own, mine = self._own_tensors(), self.units_of[rank]
-        sends = {
-            to: [x for unit in self.units_of[to] for x in self._sent(unit, own)] for to in ranks
-        }
-        specs = {
-            of: [Share(self.held, of, unit).spec(x) for unit in mine for x in self.fields.values()]
-            for of in ranks
-        }
-        found = self.exchange.swap_tensors("plan", sends, specs)
-        return {
-            unit: {of: {name: next(found[of]) for name in self.fields} for of in ranks}
-            for unit in mine
-        }
+    def _gather_rows(self) -> dict[Unit, dict[str, Tensor]]:
+        """The fields of the units that are planned here, of all ranks."""
+        call, rank, device = self.call, self.exchange.rank, self.exchange.device
+        own, send = self._own_rows(), {}
+        into: dict[int, list[Tensor]] = {}
+        found: dict[Unit, dict[str, Tensor]] = {unit: {} for unit in self.units_of[rank]}
+        for unit, rows in found.items():
+            for name, x in self.fields.items():
+                heads = call.Hq // call.Hk if x.per_block else 1
+                shape = (call.B, heads, len(x.span(unit)), *x.tail)
+                rows[name] = torch.empty(shape, dtype=x.dtype, device=device)
+        for other, units in self.units_of.items():
+            sent: list[Tensor] = []
+            for unit in units:
+                for name, x in self.fields.items():
+                    if name in own:
+                        heads_of_unit = x.heads(own[name], unit, call)
+                        sent += overlap(heads_of_unit, x.sharding.of(rank), [x.span(unit)])
+            send[other], into[other] = to_bytes(sent, device), []
+            for unit, rows in found.items():
+                for name, x in self.fields.items():
+                    into[other] += overlap(rows[name], [x.span(unit)], x.sharding.of(other))
+        self.exchange.swap("plan", send, into)
+        return found
 
-    def _exchange_answers(
-        self, came: dict[Unit, dict[int, dict[str, Tensor]]]
-    ) -> dict[Unit, UnitPlan]:
-        """Plan the units of this rank; what all units say of this rank's rows."""
-        ranks, rank, held = range(self.exchange.world), self.exchange.rank, self.held
-        plans = {unit: self._plan(unit, found) for unit, found in came.items()}
-        answers = {
-            to: [x for unit, plan in plans.items() for x in plan.to_tensors(Share(held, to, unit))]
-            for to in ranks
-        }
-        specs = {
-            of: [x for unit in self.units_of[of] for x in UnitPlan.specs(Share(held, rank, unit))]
-            for of in ranks
-        }
-        found = self.exchange.swap_tensors("plan", answers, specs)
-        return {unit: UnitPlan.from_tensors(self.call, found[unit.rank]) for unit in self.units}
+    def _exchange_answers(self, plans: dict[Unit, Answer]) -> Answer:
+        """What all units say of this rank's rows."""
+        call, rank, device = self.call, self.exchange.rank, self.exchange.device
+        blocks, send = self.held.q_blocks, {}
+        into: dict[int, list[Tensor]] = {}
+        kept = measured = mean = None
+        if call.predicts:
+            shape = (call.B, call.Hq, blocks.length(rank), n_blocks(call.n_k, 8))
+            kept = torch.empty(shape, dtype=torch.uint8, device=device)
+        if call.measures_error:
+            measured = torch.empty((3, call.B, call.Hq), dtype=torch.float64, device=device)
+        if call.recipe.quantized and self.key_mean is None:
+            mean = torch.empty((call.B, call.Hk, call.D), device=device)
+        whole = Answer(kept, measured, mean)
+        for other, units in self.units_of.items():
+            told: list[Tensor] = []
+            for unit, plan in plans.items():
+                told += plan.parts([unit.blocks], blocks.of(other))
+            send[other], into[other] = to_bytes(told, device), []
+            for unit in units:
+                into[other] += whole.of(unit, call).parts(blocks.of(rank), [unit.blocks])
+        self.exchange.swap("plan", send, into)
+        return whole if mean is not None else replace(whole, key_mean=self.key_mean)
 
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """What this rank's rows give, for all heads, by field; nothing if it has no such rows."""
+    def _own_rows(self) -> dict[str, Tensor]:
+        """The fields of this rank's rows, of all heads; none that it has no rows for."""
         call, held, rank = self.call, self.held, self.exchange.rank
         tensors = {"key": held.key, "value": held.value, "query": held.query}
         if call.measures_error:
             return tensors
+        if call.samples_rows:
+            at = sampled_places(held.query.shape[2], call.recipe.sample_rows)
+            tensors["sampled"] = held.query[:, :, torch.tensor(at, dtype=torch.int64)]
+        pieces: dict[str, list[Tensor | None]] = {}
         if call.pools_blocks:
+            # Statistics of a block do not depend on others. Sampled rows travel as they are, so
+            # none is coded here.
+            own = replace(call, recipe=replace(call.recipe, precision=call.own_precision), label="")
             made = [
-                self._queries_to_plan(query) for query in pieces_of(held.query, held.q_layout, rank)
+                self.stages.prepare_queries(
+                    replace(own, Lq=x.shape[2]), x, mean=None, to_plan=True, to_attend=False
+                )
+                for x in held.q_rows.split(held.query, rank)
             ]
-            tensors |= _joined("q_pooled", [x.pooled for x in made])
-            tensors |= _joined("q_similarity", [x.similarity for x in made])
+            pieces["q_pooled"] = [x.pooled for x in made]
+            pieces["q_similarity"] = [x.similarity for x in made]
         if self.coded:
-            keys = [self._keys_to_plan(x) for x in pieces_of(held.key, held.k_layout, rank)]
-            tensors |= _joined("k_pooled", [x.pooled for x in keys])
-            tensors |= _joined("k_similarity", [x.similarity for x in keys])
+            keys = [
+                self.stages.prepare_keys(
+                    replace(call, Lk=x.shape[2], label=""),
+                    x,
+                    None,
+                    mean=self.key_mean,
+                    to_plan=True,
+                    to_attend=False,
+                )
+                for x in held.k_rows.split(held.key, rank)
+            ]
+            pieces["k_pooled"] = [x.pooled for x in keys]
+            pieces["k_similarity"] = [x.similarity for x in keys]
             codes = [x.key for x in keys if isinstance(x.key, QTensor)]
-            if codes:
-                tensors |= _joined("key", [x.codes for x in codes])
-                tensors |= _joined("k_scale", [x.scale for x in codes])
+            pieces["key"] = [x.codes for x in codes]
+            pieces["k_scale"] = [x.scale for x in codes]
+        for name, parts in pieces.items():
+            if rows := [x for x in parts if x is not None]:
+                tensors[name] = torch.cat(rows, 2)
         return tensors
 
-    def _queries_to_plan(self, query: Tensor) -> PreparedQueries:
-        """Statistics of one piece: those of a block do not depend on other blocks. Sampled rows
-        travel as they are, so none is coded here."""
-        recipe = replace(self.call.recipe, precision=self.call.own_precision)
-        part = replace(self.call, Lq=query.shape[2], recipe=recipe, label="")
-        return self.stages.prepare_queries(part, query, mean=None, to_plan=True, to_attend=False)
-
-    def _keys_to_plan(self, key: Tensor) -> PreparedKeys:
-        """Statistics and codes of one piece, smoothed by the mean of all keys."""
-        part = replace(self.call, Lk=key.shape[2], label="")
-        return self.stages.prepare_keys(
-            part, key, None, mean=self.key_mean, to_plan=True, to_attend=False
-        )
-
-    def _sent(self, unit: Unit, own: Mapping[str, Tensor]) -> list[Tensor]:
-        """The fields of a unit, from this rank's rows."""
-        share = Share(self.held, self.exchange.rank, unit)
-        parts = []
-        for name, x in self.fields.items():
-            if name in own:
-                parts.append(share.cut(own[name], x.rows))
-            else:  # this rank has no rows
-                spec = share.spec(x)
-                parts.append(torch.empty(spec.shape, dtype=spec.dtype, device=self.exchange.device))
-        return parts
-
-    def _plan(self, unit: Unit, came: dict[int, dict[str, Tensor]]) -> UnitPlan:
-        whole, group = self.call, self.call.Hq // self.call.Hk
-        rows = range(unit.first * BLOCK_Q, min(unit.stop * BLOCK_Q, whole.Lq))
+    def _plan(self, unit: Unit, rows: dict[str, Tensor]) -> Answer:
+        whole, heads = self.call, unit.heads(self.call)
+        first, stop = unit.first * BLOCK_Q, min(unit.stop * BLOCK_Q, whole.Lq)
         call = replace(
             whole,
-            Hq=group,
+            Hq=heads.stop - heads.start,
             Hk=1,
-            Lq=len(rows),
-            offset=whole.offset + rows.start,
-            recipe=whole.recipe.heads(unit.head * group, (unit.head + 1) * group),
+            Lq=stop - first,
+            offset=whole.offset + first,
+            recipe=whole.recipe.heads(heads.start, heads.stop),
             label="",
         )
-        found = self._assembled(call, unit, came)
         if not call.predicts:
             # As preparing to attend computes it.
-            keys = self.stages.prepare_keys(call, found["key"], None, to_plan=False, to_attend=True)
-            return UnitPlan(key_mean=keys.mean)
-        prepared = self._prepared(call, found)
+            keys = self.stages.prepare_keys(call, rows["key"], None, to_plan=False, to_attend=True)
+            return Answer(None, None, keys.mean)
+        prepared = self._prepared(call, rows)
         if self.reuses:
             self.known[unit.head] = prepared.keys.key
         tokens = TokenMask(call.Lq, call.Lk, call.is_causal, call.offset)
         mass = self.stages.predict(call, prepared, tokens)
         plan = self.stages.select(call, prepared, mass, tokens)
-        mean = prepared.keys.mean
-        if self.key_mean is not None:
-            mean = self.key_mean[:, unit.head, None]
-        return UnitPlan(plan.to_mask(), plan.measured, mean if call.recipe.quantized else None)
+        sends_mean = call.recipe.quantized and self.key_mean is None
+        mean = prepared.keys.mean if sends_mean else None
+        return Answer(pack_bits(plan.to_mask()), plan.measured, mean)
 
-    def _assembled(
-        self, call: Call, unit: Unit, came: dict[int, dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """The fields of all ranks, where they stand in the unit. Queries that did not travel, which
-        nothing reads, are zero."""
-        device = self.exchange.device
-        query = torch.zeros((call.B, call.Hq, call.Lq, call.D), dtype=call.dtype, device=device)
-        found = {"query": query}
-        lengths = {
-            Rows.KEYS: call.Lk,
-            Rows.KEY_BLOCKS: call.n_k,
-            Rows.QUERY_BLOCKS: call.n_q,
-        }
-        for name, x in self.fields.items():
-            if name not in found:
-                heads = call.Hk if x.rows.of_keys else call.Hq
-                shape = (call.B, heads, lengths[x.rows], *x.tail)
-                found[name] = torch.empty(shape, dtype=x.dtype, device=device)
-            for rank, tensors in came.items():
-                Share(self.held, rank, unit).place(found[name], tensors[name], x.rows)
-        return found
-
-    def _prepared(self, call: Call, found: dict[str, Tensor]) -> Prepared:
+    def _prepared(self, call: Call, rows: dict[str, Tensor]) -> Prepared:
         """As the stages prepare the whole sequence."""
         if self.coded:
             # Without sampled rows, nothing reads a key.
-            key: Tensor | QTensor = found["query"].new_zeros((call.B, 1, call.Lk, call.D))
+            shape, device = (call.B, 1, call.Lk, call.D), self.exchange.device
+            key: Tensor | QTensor = torch.zeros(shape, dtype=call.dtype, device=device)
             if call.samples_rows:
-                key = QTensor(found["key"], found["k_scale"])
+                key = QTensor(rows["key"], rows["k_scale"])
             keys = PreparedKeys(
-                key, key, pooled=found.get("k_pooled"), similarity=found.get("k_similarity")
+                key, key, pooled=rows.get("k_pooled"), similarity=rows.get("k_similarity")
             )
         else:
             keys = self.stages.prepare_keys(
-                call, found["key"], found.get("value"), to_plan=True, to_attend=False
+                call, rows["key"], rows.get("value"), to_plan=True, to_attend=False
             )
+        query = rows.get("query")
+        if query is None:  # rows that did not travel, which nothing reads, are zero
+            shape, device = (call.B, call.Hq, call.Lq, call.D), self.exchange.device
+            query = torch.zeros(shape, dtype=call.dtype, device=device)
+            if call.samples_rows:
+                at = sampled_places(call.Lq, call.recipe.sample_rows)
+                query[:, :, torch.tensor(at)] = rows["sampled"]
         queries = self.stages.prepare_queries(
-            call, found["query"], mean=keys.mean, to_plan=True, to_attend=False
+            call, query, mean=keys.mean, to_plan=True, to_attend=False
         )
         if call.measures_error:
             return Prepared(queries, keys)
         # Statistics are those of all rows, which did not travel.
-        pooled, similarity = found.get("q_pooled"), found.get("q_similarity")
+        pooled, similarity = rows.get("q_pooled"), rows.get("q_similarity")
         return Prepared(replace(queries, pooled=pooled, similarity=similarity), keys)
-
-    def _assemble_plan(self, answers: Mapping[Unit, UnitPlan]) -> GlobalPlan:
-        """The plan of this rank's rows, from the answers of the ranks that planned it."""
-        call, held, rank, device = self.call, self.held, self.exchange.rank, self.exchange.device
-        group, blocks = call.Hq // call.Hk, held.q_blocks(rank)
-        shape = (call.B, call.Hq, len(blocks), call.n_k)
-        kept = torch.ones(shape, dtype=torch.bool, device=device)
-        mean = torch.empty((call.B, call.Hk, call.D), device=device)
-        measured = torch.zeros((3, call.B, call.Hq), dtype=torch.float64, device=device)
-        for unit, answer in answers.items():
-            heads = slice(unit.head * group, (unit.head + 1) * group)
-            if answer.kept is not None:
-                at = places([blocks.index(i) for i in own_blocks(held, rank, unit)], device)
-                kept[:, heads, at] = answer.kept
-            if answer.measured is not None:
-                measured[:, :, heads] = answer.measured
-            if answer.key_mean is not None:
-                mean[:, unit.head] = answer.key_mean[:, 0]
-        mean = mean if self.key_mean is None else self.key_mean
-        knows = {of: sorted({unit.head for unit in self.units_of[of]}) for of in self.units_of}
-        return GlobalPlan(
-            kept,
-            mean if call.recipe.quantized else None,
-            measured if call.measures_error else None,
-            self.known,
-            knows if answers and self.reuses else {},
-        )
-
-
-def _joined(name: str, pieces: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """Rows of pieces, one after another, under a name; nothing where there are none."""
-    found = [x for x in pieces if x is not None]
-    return {name: torch.cat(found, 2)} if found else {}
 
 
 def global_key_mean(exchange: Exchange, held: Held, stages: KeySums) -> Tensor:
     """fp32 `[B, Hk, D]`, bit for bit a single process's, from sums of blocks. Each head is added up
     by one rank, which sends the mean to the others."""
-    call, ranks, device = held.call, range(exchange.world), exchange.device
-    pieces = pieces_of(held.key, held.k_layout, exchange.rank)
-    sums = [stages.sum_keys(key) for key in pieces]
+    call, rank, world, device = held.call, exchange.rank, exchange.world, exchange.device
+    sums = [stages.sum_keys(key) for key in held.k_rows.split(held.key, rank)]
     own = torch.cat(sums, 2) if sums else held.key.new_empty((call.B, call.Hk, 0, call.D)).float()
-    heads = {rank: list(range(rank, call.Hk, exchange.world)) for rank in ranks}
-    mine = len(heads[exchange.rank])
-    shapes = {of: (call.B, mine, len(held.k_blocks(of)), call.D) for of in ranks}
-    specs = {of: [Spec(shapes[of], own.dtype)] for of in ranks}
-    found = exchange.swap_tensors("plan", {to: [own[:, heads[to]]] for to in ranks}, specs)
+    heads = [slice(of, None, world) for of in range(world)]
+    mine = len(range(rank, call.Hk, world))
     whole = torch.empty((call.B, mine, call.n_k, call.D), dtype=own.dtype, device=device)
-    for of in ranks:
-        whole[:, :, places(held.k_blocks(of), device)] = next(found[of])
-    means = stages.mean_of_sums(whole, call.Lk)
-    specs = {of: [Spec((call.B, len(heads[of]), call.D), torch.float32)] for of in ranks}
-    sizes = [size_of(specs[of]) for of in ranks]
-    found_means = exchange.gather("plan", to_bytes([means], device), sizes)
+    send = {
+        to: to_bytes(held.k_blocks.split(own[:, heads[to]], rank), device) for to in range(world)
+    }
+    into = {of: held.k_blocks.views(whole, of) for of in range(world)}
+    exchange.swap("plan", send, into)
+    message = to_bytes([stages.mean_of_sums(whole, call.Lk)], device)
     mean = torch.empty((call.B, call.Hk, call.D), device=device)
-    for of in ranks:
-        mean[:, heads[of]] = from_bytes(found_means[of], specs[of])[0]
+    found = {of: [mean[:, heads[of]]] for of in range(world)}
+    exchange.swap("plan", dict.fromkeys(range(world), message), found)
     return mean

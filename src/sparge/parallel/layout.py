@@ -7,8 +7,9 @@ zigzag       2 · world equal parts, of which rank r has part r and part 2 · wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..values.call import BLOCK_K, BLOCK_Q, Call, n_blocks
-from .exchange import Exchange, Spec, from_bytes, size_of, to_bytes
+from .exchange import Exchange, to_bytes
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -33,17 +34,20 @@ class Piece:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def blocks(self, block: int) -> range:
-        """The blocks of the sequence that it covers."""
-        return range(self.start // block, n_blocks(self.stop, block))
-
 
 @dataclass(frozen=True)
-class Layout:
+class Sharding:
     """pieces: ascending and without gaps; a rank's rows are its pieces, one after another."""
 
     pieces: tuple[Piece, ...]
-    world: int
+
+    @classmethod
+    def cut(cls, cuts: Sequence[int], ranks: Iterable[int]) -> Sharding:
+        """The rows between two cuts to each of the ranks, which may be named again; empty pieces
+        are left out."""
+        ends = zip(pairwise(cuts), ranks, strict=True)
+        pieces = (Piece(start, stop, rank) for (start, stop), rank in ends)
+        return cls(tuple(piece for piece in pieces if len(piece)))
 
     @property
     def total(self) -> int:
@@ -55,7 +59,12 @@ class Layout:
     def length(self, rank: int) -> int:
         return sum(map(len, self.of(rank)))
 
-    def on_blocks(self, block: int) -> Layout:
+    def recut(self, moved: Callable[[int], int]) -> Sharding:
+        """The same with every cut `c` at `moved(c)`."""
+        cuts = [*(piece.start for piece in self.pieces), self.total]
+        return Sharding.cut(list(map(moved, cuts)), [piece.rank for piece in self.pieces])
+
+    def on_blocks(self, block: int) -> Sharding:
         """The same with every cut at the nearest multiple of `block`, so that no block is cut.
 
         Fewer than `block` rows change hands at a cut. Pieces that become empty are left out.
@@ -65,30 +74,42 @@ class Layout:
             nearest = (cut + block // 2) // block * block
             return self.total if cut == self.total else min(nearest, self.total)
 
-        moved = (Piece(rounded(p.start), rounded(p.stop), p.rank) for p in self.pieces)
-        return Layout(tuple(piece for piece in moved if len(piece)), self.world)
+        return self.recut(rounded)
+
+    def blocks(self, block: int) -> Sharding:
+        """Which rank has which block, of rows that are cut between blocks."""
+        return self.recut(lambda cut: n_blocks(cut, block))
+
+    def split(self, rows: Tensor, rank: int, dim: int = 2) -> list[Tensor]:
+        """The pieces that a rank's tensor consists of, as views."""
+        lengths = [len(piece) for piece in self.of(rank)]
+        return list(torch.split(rows, lengths, dim)) if lengths else []
+
+    def views(self, whole: Tensor, rank: int, dim: int = 2) -> list[Tensor]:
+        """A rank's pieces of a tensor of the whole sequence."""
+        return [whole.narrow(dim, piece.start, len(piece)) for piece in self.of(rank)]
+
+    def take(self, whole: Tensor, rank: int, dim: int = 2) -> Tensor:
+        """A rank's rows of a tensor of the whole sequence."""
+        views = self.views(whole, rank, dim)
+        return torch.cat(views, dim) if views else whole.narrow(dim, 0, 0)
 
 
-def contiguous(lengths: Sequence[int]) -> Layout:
+def contiguous(lengths: Sequence[int]) -> Sharding:
     """Each rank's rows behind those of the rank before; ranks may have none."""
-    cuts = [0, *accumulate(lengths)]
-    pieces = (Piece(start, stop, rank) for rank, (start, stop) in enumerate(pairwise(cuts)))
-    return Layout(tuple(piece for piece in pieces if len(piece)), len(lengths))
+    return Sharding.cut([0, *accumulate(lengths)], range(len(lengths)))
 
 
-def zigzag(total: int, world: int, block: int = 1) -> Layout:
+def zigzag(total: int, world: int, block: int = 1) -> Sharding:
     """Equal parts, to whole blocks of rows, dealt there and back again."""
-    n = -(-total // block)
+    n = n_blocks(total, block)
     cuts = [min(n * i // (2 * world) * block, total) for i in range(2 * world)] + [total]
-    owners = [*range(world), *reversed(range(world))]
-    parts = zip(pairwise(cuts), owners, strict=True)
-    pieces = (Piece(start, stop, rank) for (start, stop), rank in parts)
-    return Layout(tuple(piece for piece in pieces if len(piece)), world)
+    return Sharding.cut(cuts, [*range(world), *reversed(range(world))])
 
 
-def layout_of(name: str, lengths: Sequence[int], what: str) -> Layout:
-    """The layout of this name in which the ranks have these lengths, or an error."""
-    if name == "contiguous":
+def sharding_of(layout: str, lengths: Sequence[int], what: str) -> Sharding:
+    """That of a layout in which the ranks have these lengths, or an error."""
+    if layout == "contiguous":
         return contiguous(lengths)
     found = zigzag(sum(lengths), len(lengths))
     for rank, length in enumerate(lengths):
@@ -110,94 +131,60 @@ class Held:
     query: Tensor
     key: Tensor
     value: Tensor
-    q_layout: Layout
-    k_layout: Layout
+    q_rows: Sharding
+    k_rows: Sharding
 
-    def q_blocks(self, rank: int) -> list[int]:
-        """The query blocks that a rank has, ascending."""
-        return [i for piece in self.q_layout.of(rank) for i in piece.blocks(BLOCK_Q)]
+    @cached_property
+    def q_blocks(self) -> Sharding:
+        return self.q_rows.blocks(BLOCK_Q)
 
-    def k_blocks(self, rank: int) -> list[int]:
-        """The key blocks that a rank has, ascending."""
-        return [i for piece in self.k_layout.of(rank) for i in piece.blocks(BLOCK_K)]
+    @cached_property
+    def k_blocks(self) -> Sharding:
+        return self.k_rows.blocks(BLOCK_K)
 
 
-def places(blocks: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(blocks, dtype=torch.int64).to(device)
+def overlap(x: Tensor, own: Sequence[Piece], other: Sequence[Piece]) -> list[Tensor]:
+    """Views of the rows (dimension 2) that are in both, ascending. own: what x consists of."""
+    views, at = [], 0
+    for piece in own:
+        for part in other:
+            start, stop = max(piece.start, part.start), min(piece.stop, part.stop)
+            if start < stop:
+                views.append(x.narrow(2, at + start - piece.start, stop - start))
+        at += len(piece)
+    return views
 
 
 def reshard(
-    exchange: Exchange, tensors: Sequence[Tensor], old: Layout, new: Layout, purpose: str
+    exchange: Exchange, tensors: Sequence[Tensor], old: Sharding, new: Sharding
 ) -> list[Tensor]:
-    """Rows (dimension 2) of tensors `[B, H, L, …]` in another layout."""
+    """Rows (dimension 2) of tensors `[B, H, L, …]`, sharded in another way."""
     if old == new:
         return list(tensors)
-    rank, ranks = exchange.rank, range(exchange.world)
-    sending = {to: _shared(old.of(rank), new.of(to)) for to in ranks}
-    coming = {of: _shared(old.of(of), new.of(rank)) for of in ranks}
-    sends = {
-        to: [_rows(x, old.of(rank), part) for x in tensors for part in parts]
-        for to, parts in sending.items()
-    }
-    specs = {
-        of: [
-            Spec((*x.shape[:2], len(part), *x.shape[3:]), x.dtype)
-            for x in tensors
-            for part in parts
-        ]
-        for of, parts in coming.items()
-    }
-    found = exchange.swap_tensors(purpose, sends, specs)
-    out = [x.new_empty((*x.shape[:2], new.length(rank), *x.shape[3:])) for x in tensors]
-    for of, parts in coming.items():
-        for whole in out:
-            for part in parts:
-                _rows(whole, new.of(rank), part).copy_(next(found[of]))
-    return out
-
-
-def _shared(ours: Sequence[Piece], theirs: Sequence[Piece]) -> list[Piece]:
-    """Rows that are in both, ascending."""
-    overlaps = ((max(a.start, b.start), min(a.stop, b.stop), b.rank) for a in ours for b in theirs)
-    return [Piece(*ends) for ends in sorted(overlaps) if ends[0] < ends[1]]
-
-
-def _rows(x: Tensor, held: Sequence[Piece], part: Piece) -> Tensor:
-    """The rows of `part`, a view; `held`: what x consists of."""
-    at = 0
-    for piece in held:
-        if piece.start <= part.start and part.stop <= piece.stop:
-            return x.narrow(2, at + part.start - piece.start, len(part))
-        at += len(piece)
-    raise AssertionError("a part lies within one piece")
-
-
-def place_rows(whole: Tensor, layout: Layout, rank: int, rows: Tensor, *, dim: int) -> None:
-    """Rows of a rank to where they stand in the sequence."""
-    at = 0
-    for piece in layout.of(rank):
-        whole.narrow(dim, piece.start, len(piece)).copy_(rows.narrow(dim, at, len(piece)))
-        at += len(piece)
-
-
-def pieces_of(x: Tensor, layout: Layout, rank: int) -> list[Tensor]:
-    """The pieces that a rank's tensor consists of, as views."""
-    if not (held := layout.of(rank)):
-        return []
-    return list(torch.split(x, [len(piece) for piece in held], dim=2))
+    ranks, had, has = range(exchange.world), old.of(exchange.rank), new.of(exchange.rank)
+    n = new.length(exchange.rank)
+    made = [x.new_empty((*x.shape[:2], n, *x.shape[3:])) for x in tensors]
+    send = {to: [v for x in tensors for v in overlap(x, had, new.of(to))] for to in ranks}
+    into = {of: [v for x in made for v in overlap(x, has, old.of(of))] for of in ranks}
+    exchange.swap("move", {to: to_bytes(x, exchange.device) for to, x in send.items()}, into)
+    return made
 
 
 def shard(x: Tensor, *, layout: str = "contiguous", group: Any = None, dim: int = 2) -> Tensor:
     """This rank's rows of a tensor that every rank has whole; `dim` is the sequence."""
     group = dist.group.WORLD if group is None else group
-    held = _layout(layout, x.shape[dim], dist.get_world_size(group))
-    parts = [x.narrow(dim, piece.start, len(piece)) for piece in held.of(dist.get_rank(group))]
-    if not parts:
+    total, world, rank = x.shape[dim], dist.get_world_size(group), dist.get_rank(group)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    if layout == "zigzag":
+        held = zigzag(total, world)
+    else:
+        held = Sharding.cut([total * i // world for i in range(world + 1)], range(world))
+    if not held.of(rank):
         raise ValueError(
-            f"a sequence of {x.shape[dim]} rows leaves rank {dist.get_rank(group)} of "
-            f"{held.world} without any; use fewer ranks"
+            f"a sequence of {total} rows leaves rank {rank} of {world} without any; use fewer ranks"
         )
-    return torch.cat(parts, dim)
+    return held.take(x, rank, dim)
 
 
 def unshard(x: Tensor, *, layout: str = "contiguous", group: Any = None, dim: int = 2) -> Tensor:
@@ -206,22 +193,12 @@ def unshard(x: Tensor, *, layout: str = "contiguous", group: Any = None, dim: in
     exchange = Exchange(group, x.device)
     rows = x.movedim(dim, 0).contiguous()
     with exchange.guarded():
-        found = exchange.gather_numbers("agree", torch.tensor([rows.shape[0]]))
-        lengths = [length for (length,) in found]
-        specs = [Spec((length, *rows.shape[1:]), x.dtype) for length in lengths]
-        sizes = [size_of([spec]) for spec in specs]
-        parts = exchange.gather("move", to_bytes([rows], x.device), sizes)
-    held = layout_of(layout, lengths, "x")
-    whole = rows.new_empty((sum(lengths), *rows.shape[1:]))
-    for rank, spec in enumerate(specs):
-        place_rows(whole, held, rank, from_bytes(parts[rank], [spec])[0], dim=0)
+        found = exchange.gather_rows("agree", torch.tensor([rows.shape[0]]))
+        lengths: list[int] = found.flatten().tolist()
+    held, ranks = sharding_of(layout, lengths, "x"), range(exchange.world)
+    whole = rows.new_empty((held.total, *rows.shape[1:]))
+    message = to_bytes(held.split(rows, exchange.rank, dim=0), x.device)
+    with exchange.guarded():
+        into = {of: held.views(whole, of, dim=0) for of in ranks}
+        exchange.swap("move", dict.fromkeys(ranks, message), into)
     return whole.movedim(0, dim).contiguous()
-
-
-def _layout(name: str, total: int, world: int) -> Layout:
-    if name not in LAYOUTS:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {name!r}")
-    if name == "zigzag":
-        return zigzag(total, world)
-    cuts = [total * i // world for i in range(world + 1)]
-    return contiguous([stop - start for start, stop in pairwise(cuts)])

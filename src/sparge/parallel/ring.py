@@ -32,8 +32,8 @@ from ..values.recipe import Recipe
 from ..values.run import RingReport, RingShare, Run
 from .exchange import Exchange, agree
 from .global_plan import make_global_plan
-from .layout import LAYOUTS, Held, Layout, Piece, layout_of, reshard, zigzag
-from .rounds import Rounds, bytes_of_dense_ring, piece_tokens
+from .layout import LAYOUTS, Held, Piece, Sharding, reshard, sharding_of, zigzag
+from .rounds import Rounds, piece_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -148,16 +148,14 @@ def ring_plan(
     """
     work = _begin((query, key, value), **options)
     with work.exchange.guarded(), without_grad_and_autocast(query.device.type):
-        held = work.moved()
+        held, rank = work.moved(), work.exchange.rank
         plan = make_global_plan(work.exchange, held, work.backend)
-        found, at = [], 0
-        for piece in held.q_layout.of(work.exchange.rank):
-            n = len(piece.blocks(BLOCK_Q))
-            tokens = piece_tokens(held.call, piece, Piece(0, held.call.Lk, 0))
-            kept = plan.kept[:, :, at : at + n]
-            made = plan_from_mask(kept, tokens, measured=plan.measured)
+        pieces, kept = held.q_rows.of(rank), held.q_blocks.split(plan.kept, rank)
+        found, all_keys = [], Piece(0, held.call.Lk, rank)
+        for piece, blocks in zip(pieces, kept, strict=True):
+            tokens = piece_tokens(held.call, piece, all_keys)
+            made = plan_from_mask(blocks, tokens, measured=plan.measured)
             found.append((piece.start // BLOCK_Q, made))
-            at += n
         return found
 
 
@@ -209,13 +207,13 @@ def _begin(
     if isinstance(agreed, str):
         raise ValueError(agreed)
     q_lengths, k_lengths = [own[0] for own in agreed], [own[1] for own in agreed]
-    layouts = layout_of(layout, q_lengths, "query"), layout_of(layout, k_lengths, "key")
+    shardings = sharding_of(layout, q_lengths, "query"), sharding_of(layout, k_lengths, "key")
     call = replace(call, Lq=sum(q_lengths), Lk=sum(k_lengths))
     call = replace(call, offset=diagonal_offset(call.Lq, call.Lk, causal_align))
     # Machines may differ; the first rank decides for all.
     choice, call = _choose(call, backend, dense=bool(agreed[0][3]))
     observed = any(own[2] for own in agreed)
-    return _Work(exchange, call, choice, (query, key, value), layouts, balance, observed)
+    return _Work(exchange, call, choice, (query, key, value), shardings, balance, observed)
 
 
 def _facts(
@@ -255,7 +253,7 @@ class _Work:
     call: Call
     choice: Choice
     tensors: tuple[Tensor, Tensor, Tensor]
-    layouts: tuple[Layout, Layout]
+    shardings: tuple[Sharding, Sharding]
     balance: bool
     observed: bool
 
@@ -266,14 +264,14 @@ class _Work:
 
     def moved(self) -> Held:
         """The rows on whole blocks, and causal queries where every rank has as much to do."""
-        q_layout, k_layout = self.layouts
+        q_rows, k_rows = self.shardings
         query, key, value = self.tensors
         world, call = self.exchange.world, self.call
-        to_q, to_k = q_layout.on_blocks(BLOCK_Q), k_layout.on_blocks(BLOCK_K)
-        if world > 1 and call.is_causal and self.balance and q_layout.of(0) == q_layout.pieces[:1]:
+        to_q, to_k = q_rows.on_blocks(BLOCK_Q), k_rows.on_blocks(BLOCK_K)
+        if world > 1 and call.is_causal and self.balance and q_rows.of(0) == q_rows.pieces[:1]:
             to_q = zigzag(call.Lq, world, BLOCK_Q)
-        (query,) = reshard(self.exchange, [query], q_layout, to_q, "move")
-        key, value = reshard(self.exchange, [key, value], k_layout, to_k, "move")
+        (query,) = reshard(self.exchange, [query], q_rows, to_q)
+        key, value = reshard(self.exchange, [key, value], k_rows, to_k)
         return Held(call, query, key, value, to_q, to_k)
 
     def run(self) -> tuple[Tensor, Tensor, Run | None]:
@@ -286,7 +284,7 @@ class _Work:
             rounds = Rounds(exchange, held, plan, self.backend, observed=self.observed)
             out, lse = rounds.run()
         with watch.stage("move"):
-            out, lse = reshard(exchange, [out, lse], held.q_layout, self.layouts[0], "move")
+            out, lse = reshard(exchange, [out, lse], held.q_rows, self.shardings[0])
         run = self._run_of(rounds, plan.measured) if self.observed else None
         note(run)
         return out, lse, run
@@ -316,8 +314,10 @@ class _Work:
         return make_run("ring_attention", self.watch, facts, later, numbers)
 
     def _report(self, shares: list[list[float]]) -> RingReport:
-        made = []
+        call, world, made = self.call, self.exchange.world, []
         for rank, (kept, allowed, seconds, waited, *sent) in enumerate(shares):
             by_purpose = dict(zip(PURPOSES, map(int, sent), strict=True))
             made.append(RingShare(rank, int(kept), int(allowed), by_purpose, seconds, waited))
-        return RingReport(tuple(made), bytes_of_dense_ring(self.call, self.exchange.world))
+        # Every rank receives the keys and values of all others, in the caller's dtype.
+        dense = call.B * call.Hk * call.Lk * (call.D + call.Dv) * call.dtype.itemsize
+        return RingReport(tuple(made), (world - 1) * dense)
