@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..values.call import in_blocks
+
 GRACE = 3.0
 """Seconds that a peer which failed has to say so."""
 
@@ -76,10 +78,8 @@ _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 def pack_bits(mask: Tensor) -> Tensor:
     """A bool tensor with its last dimension in bits, uint8."""
-    n = mask.shape[-1]
-    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -n % 8))
     weights = torch.tensor(_BITS, dtype=torch.uint8, device=mask.device)
-    return (padded.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    return (in_blocks(mask.to(torch.uint8), -1, 8) * weights).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(bits: Tensor, n: int) -> Tensor:

@@ -64,10 +64,10 @@ class Shipment:
         # The form follows from backend and recipe; an empty block shows it to every rank.
         heads = (held.call.B, held.call.Hk, BLOCK_K)
         nothing = (x.new_zeros((*heads, x.shape[3])) for x in (held.key, held.value))
-        self.form = self.load(*nothing)
+        self.form = self.as_sent(self.load(*nothing))
 
     def load(self, key: Tensor, value: Tensor) -> Cargo:
-        """A piece of keys and values, ready to travel or to be attended here."""
+        """A piece of keys and values, ready to be attended here."""
         call, recipe = self.call, self.call.recipe
         if not self.coded:
             pooled = None
@@ -79,14 +79,18 @@ class Shipment:
         made = self.stages.prepare_keys(
             part, key, value, mean=self.key_mean, to_plan=False, to_attend=True
         )
-        held, pooled, largest = made.value, made.entries, None
-        if recipe.precision == "int8":
-            held = _in_16_bits(held)
-            pooled = pooled and replace(pooled, value=_in_16_bits(pooled.value))
-        if pooled is not None:
+        largest = None
+        if made.entries is not None:
             finite = torch.where(value.isfinite(), value, 0.0)
             largest = finite.abs().amax((2, 3)).float()
-        return Cargo(made.key, held, pooled, largest)
+        return Cargo(made.key, made.value, made.entries, largest)
+
+    def as_sent(self, cargo: Cargo) -> Cargo:
+        """A piece as it travels: `"int8"` needs values in 16 bits, and no more."""
+        if not self.coded or self.call.recipe.precision != "int8":
+            return cargo
+        pooled = cargo.pooled and replace(cargo.pooled, value=_in_16_bits(cargo.pooled.value))
+        return replace(cargo, value=_in_16_bits(cargo.value), pooled=pooled)
 
     def tensors(self, cargo: Cargo, wanted: Tensor, knows: Sequence[int]) -> list[Tensor]:
         """What travels of a piece: the wanted key blocks, bool `[B, Hk, n]`, and what all need.
@@ -175,7 +179,6 @@ def _build_like(form: Tensor | QTensor, tensors: Sequence[Tensor]) -> Tensor | Q
 
 
 def _in_16_bits(value: Tensor | QTensor) -> Tensor | QTensor:
-    """Values as the `"int8"` kernel reads them: it rounds those of 32 bits itself."""
     if isinstance(value, QTensor) or value.dtype != torch.float32:
         return value
     return working(value, "half").to(half_dtype(value.dtype))
@@ -246,6 +249,7 @@ class Rounds:
         self.ship = Shipment(held, plan.key_mean, backend)
         keys, values = (held.k_rows.split(x, self.rank) for x in (held.key, held.value))
         self.own = [self.ship.load(k, v) for k, v in zip(keys, values, strict=True)]
+        self.sent = [self.ship.as_sent(cargo) for cargo in self.own] if exchange.world > 1 else []
         # Summed over pieces, as `count_blocks` counts a call.
         self.counted = held.key.new_zeros((2, 3, held.call.Hq), dtype=torch.int64)
 
@@ -309,7 +313,7 @@ class Rounds:
         sent = [
             x
             for i, _, wanted in self._travelling(self.rank, ahead)
-            for x in self.ship.tensors(self.own[i], wanted, plan.knows.get(ahead, []))
+            for x in self.ship.tensors(self.sent[i], wanted, plan.knows.get(ahead, []))
         ]
         like = [
             x
