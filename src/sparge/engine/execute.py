@@ -77,7 +77,7 @@ def run_attention(
         if watch.choice.backend == DENSE:
             return run_dense(call, inputs, watch)
         with watch.stage("attend"):
-            done = _attend(backend, call, prepared, plan, tokens)
+            done = attend_prepared(backend, call, prepared, plan, tokens)
     return Outcome(done.out, done.lse, lambda: plan, run_of("attention", watch, plan, done))
 
 
@@ -147,14 +147,15 @@ def run_attend(call: Call, inputs: Inputs, plan: BlockPlan, *, backend: str) -> 
             with watch.stage("prepare"):
                 prepared = prepare(stages, call, inputs, to_plan=False, to_attend=True)
             with watch.stage("attend"):
-                done = _attend(chosen, call, prepared, plan, tokens)
+                done = attend_prepared(chosen, call, prepared, plan, tokens)
     note(run_of("attend", watch, plan, done))
     return done
 
 
-def _attend(
+def attend_prepared(
     backend: Backend, call: Call, prepared: Prepared, plan: BlockPlan, tokens: TokenMask
 ) -> Attended:
+    """The attend stage of a backend, with raised heads in `call.own_precision`."""
     if backend.raises_heads:
         return backend.stages().attend(call, prepared, plan, tokens)
     return attend_heads(backend.stages(), call, prepared, plan, tokens)

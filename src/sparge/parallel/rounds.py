@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..api.merge import merge
-from ..engine.execute import attend_heads
+from ..engine.execute import attend_prepared
 from ..engine.recording import count_blocks
 from ..values.backend import Backend
 from ..values.blockplan import plan_from_mask, raised_heads
@@ -236,9 +236,9 @@ class Rounds:
     ) -> None:
         self.exchange, self.held, self.plan, self.backend = exchange, held, plan, backend
         self.call, self.rank, self.observed = held.call, exchange.rank, observed
-        self.raised = plan.measured is not None and bool(raised_heads(plan.measured).any())
+        raises = plan.measured is not None and bool(raised_heads(plan.measured).any())
         # Partial results are merged in fp32.
-        wide = held.call.dtype == torch.bfloat16 and not self.raised
+        wide = held.call.dtype == torch.bfloat16 and not raises
         self.piece_call = replace(
             held.call, dtype=torch.float32 if wide else held.call.dtype, return_lse=True
         )
@@ -349,11 +349,7 @@ class Rounds:
         plan = plan_from_mask(kept, tokens, measured=self.plan.measured)
         call = replace(self.piece_call, Lq=len(queries), Lk=len(keys), offset=tokens.offset)
         prepared = Prepared(self.prepared[i], self.ship.prepare_keys(call, cargo))
-        stages = self.backend.stages()
-        if self.backend.raises_heads or not self.raised:
-            done = stages.attend(call, prepared, plan, tokens)
-        else:
-            done = attend_heads(stages, call, prepared, plan, tokens)
+        done = attend_prepared(self.backend, call, prepared, plan, tokens)
         if self.observed:
             counted = count_blocks(plan, done.pv_skips)["blocks"]
             if queries.stop < self.call.Lq:  # the last block of a piece inside is not short
