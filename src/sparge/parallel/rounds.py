@@ -61,10 +61,11 @@ class Shipment:
     def __init__(self, held: Held, key_mean: Tensor | None, backend: Backend) -> None:
         self.stages, self.call, self.key_mean = backend.stages(), held.call, key_mean
         self.coded = backend.plain_operands and not held.call.measures_error
-        # The form follows from backend and recipe; an empty block shows it to every rank.
+        # What is loaded and what is sent follow from backend and recipe; an empty block shows both.
         heads = (held.call.B, held.call.Hk, BLOCK_K)
         nothing = (x.new_zeros((*heads, x.shape[3])) for x in (held.key, held.value))
-        self.form = self.as_sent(self.load(*nothing))
+        self.loaded = self.load(*nothing)
+        self.form = self.as_sent(self.loaded)
 
     def load(self, key: Tensor, value: Tensor) -> Cargo:
         """A piece of keys and values, ready to be attended here."""
@@ -91,6 +92,13 @@ class Shipment:
             return cargo
         pooled = cargo.pooled and replace(cargo.pooled, value=_in_16_bits(cargo.pooled.value))
         return replace(cargo, value=_in_16_bits(cargo.value), pooled=pooled)
+
+    def _as_loaded(self, cargo: Cargo) -> Cargo:
+        """A piece that came, its values in the dtype in which the attend stage reads them."""
+        pooled = cargo.pooled
+        if pooled is not None and self.loaded.pooled is not None:
+            pooled = replace(pooled, value=_cast_like(self.loaded.pooled.value, pooled.value))
+        return replace(cargo, value=_cast_like(self.loaded.value, cargo.value), pooled=pooled)
 
     def tensors(self, cargo: Cargo, wanted: Tensor, knows: Sequence[int]) -> list[Tensor]:
         """What travels of a piece: the wanted key blocks, bool `[B, Hk, n]`, and what all need.
@@ -141,7 +149,7 @@ class Shipment:
                         x[:, head] = own[:, 0, piece.start // per :][:, : x.shape[2]]
             parts.append(_build_like(part, whole))
         if form.pooled is None:
-            return Cargo(parts[0], parts[1])
+            return self._as_loaded(Cargo(parts[0], parts[1]))
         key, value = (
             _build_like(part, [next(tensors) for _ in _tensors(part)])
             for part in (form.pooled.key, form.pooled.value)
@@ -149,7 +157,7 @@ class Shipment:
         pooled = Pooled(key, value, form.pooled.group)
         if self.coded:
             largest = next(tensors)
-            return Cargo(parts[0], _bounded(parts[1], wanted, largest), pooled, largest)
+            return self._as_loaded(Cargo(parts[0], _bounded(parts[1], wanted, largest), pooled))
         assert isinstance(key, Tensor)
         assert isinstance(value, Tensor)
         keys = _filled(parts[0], key, wanted, pooled.group)
@@ -182,6 +190,12 @@ def _in_16_bits(value: Tensor | QTensor) -> Tensor | QTensor:
     if isinstance(value, QTensor) or value.dtype != torch.float32:
         return value
     return working(value, "half").to(half_dtype(value.dtype))
+
+
+def _cast_like(form: Tensor | QTensor, value: Tensor | QTensor) -> Tensor | QTensor:
+    if isinstance(value, QTensor) or isinstance(form, QTensor):
+        return value
+    return value.to(form.dtype)
 
 
 def _blocks_sent(wanted: Tensor, knows: Sequence[int]) -> tuple[Tensor, Tensor]:
