@@ -152,20 +152,22 @@ def run(code: str) -> str:
 
 
 def test_import_is_light_and_silent():
-    """At most 0.3 s beyond torch. Processor time, and the best of three: others may be at work."""
+    """At most 0.3 of the processor time that importing torch takes in the same process, which is as
+    fast or slow as the machine; the best of three, because others may be at work."""
     code = (
-        "import sys, time, torch; before = set(sys.modules); start = time.process_time();"
-        "import sparge; spent = time.process_time() - start;"
+        "import sys, time; start = time.process_time(); import torch;"
+        "before = set(sys.modules); middle = time.process_time();"
+        "import sparge; spent = time.process_time() - middle;"
         "heavy = {'triton', 'transformers', 'diffusers', 'rich', 'matplotlib', 'safetensors'};"
         "new = {name.split('.')[0] for name in set(sys.modules) - before};"
-        "print(sorted(new & heavy), spent)"
+        "print(sorted(new & heavy), spent / (middle - start))"
     )
-    seconds = []
+    shares = []
     for _ in range(3):
-        heavy, spent = run(code).rsplit(" ", 1)
+        heavy, share = run(code).rsplit(" ", 1)
         assert heavy == "[]"
-        seconds.append(float(spent))
-    assert min(seconds) < 0.3
+        shares.append(float(share))
+    assert min(shares) < 0.3
 
 
 def test_import_changes_nothing_global():
