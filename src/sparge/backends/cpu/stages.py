@@ -115,7 +115,7 @@ def prepare_keys(
             v = _empty_channels(value.shape)
             made |= {"v_codes": v.codes, "v_scale": v.scale}
         if recipe.pools:
-            entries = _empty_entries(call, B, Hk, Lk, Dv)
+            entries = _empty_entries(call, value)
             made |= _entry_fields(entries)
     if made:
         given = {} if "mean" in made else {"key_mean": mean}
@@ -372,10 +372,10 @@ def _empty_channels(shape: tuple[int, ...]) -> QTensor:
     return QTensor(codes, scale, BLOCK_K, per_channel=True)
 
 
-def _empty_entries(call: Call, B: int, Hk: int, Lk: int, Dv: int) -> Pooled:
+def _empty_entries(call: Call, value: Tensor) -> Pooled:
     """As the precision holds keys and values."""
-    group, precision = call.recipe.pool_group, call.recipe.precision
-    n, dtype = n_blocks(Lk, group), torch.float32 if precision == "exact" else call.dtype
+    (B, Hk, Lk, Dv), group, precision = value.shape, call.recipe.pool_group, call.recipe.precision
+    n, dtype = n_blocks(Lk, group), torch.float32 if precision == "exact" else value.dtype
     key = torch.empty((B, Hk, n, call.D), dtype=torch.int8 if call.recipe.quantized else dtype)
     coded = QTensor(key, torch.empty((B, Hk, n))) if call.recipe.quantized else key
     if precision == "int8-fast":
